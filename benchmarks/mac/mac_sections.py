@@ -25,7 +25,7 @@ from benchmarks.serving import throughput
 from benchmarks.serving.throughput_scenarios import SampleRequest, Scenario
 from benchmarks.serving.throughput_sides import MlxLmBatch, MlxLmOneByOne, PagedEngine, Side
 from mlx_paged.cli.fit.machine import Machine
-from mlx_paged.cli.fit.verdict import Footprint
+from mlx_paged.cli.fit.verdict import Fit, Footprint
 from mlx_paged.engine.engine import Engine
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.ops import AttentionShape, KVFormat, KVHandle, SlotMapping, choose
@@ -342,12 +342,12 @@ def serve_in_turns(
 
 def estimated_speed(model: nn.Module, scenario: Scenario) -> float | None:
     """What `mlx-paged fit` says of decodes halfway; ``None`` for a chip that it does not know."""
-    bandwidth = Machine.here().bandwidth
-    if bandwidth is None:
+    machine = Machine.here()
+    if machine.bandwidth is None:
         return None
     first, num_streams = scenario.requests[0], len(scenario.requests)
     context = len(first.prompt_token_ids) + first.max_tokens // 2
-    return Footprint(check_model(model)).tokens_per_second(bandwidth, context, num_streams)
+    return Fit(Footprint(check_model(model)), machine, context).tokens_per_second(num_streams)
 
 
 def measure_streams(sizes: Sizes, model: str) -> Iterator[Row]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -40,6 +40,8 @@ class Part(Protocol):
 
     @property
     def text(self) -> str: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...
     @property
     def finish_reason(self) -> str | None: ...
     @property

@@ -26,6 +26,13 @@ Message: TypeAlias = "dict[str, Any]"
 # Writes the calls of an answer as the model does.
 WriteCalls: TypeAlias = "Callable[[Sequence[Message]], str]"
 
+# Variables that make templates keep the reasoning of earlier answers: of Qwen 3.6 and Kimi K2.6, of
+# GLM since 4.7, and of Nemotron 3.
+KEEPS_REASONING = {
+    "preserve_thinking": True,
+    "clear_thinking": False,
+    "truncate_history_thinking": False,
+}
 REMINDER = "<system-reminder>\n{}\n</system-reminder>"  # a message of the system, said by the user
 _REMARK = "<assistant>\n{}\n</assistant>"  # one of the model, at the end of the message before
 # The only ids of calls that templates of Mistral's models take.

@@ -1,5 +1,5 @@
-"""Reading an answer token by token: ``TokenReader`` counts the tokens of its reasoning, and
-``ReasoningSplitter`` tells its text from that of the answer, marks included.
+"""Reading an answer token by token or in parts: ``TokenReader`` and ``PartReader`` count the tokens
+of its reasoning, and ``ReasoningSplitter`` tells its text from that of the answer, marks included.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mlx_paged.answers.dialect import AnswerFormat, Detokenizer
-from mlx_paged.answers.reader import AnswerReader, Span
+from mlx_paged.answers.events import Event
+from mlx_paged.answers.reader import AnswerReader, Part, Span
 
 
 class TokenPlaces:
@@ -59,6 +60,32 @@ class TokenPlaces:
     def _num_from(self, begin: int, end: int | None) -> int:
         last = len(self.begins) if end is None else bisect_left(self.begins, end)
         return max(0, last - bisect_left(self.begins, begin))
+
+
+class PartReader(AnswerReader):
+    """Reads the parts of a completion, and counts the tokens of its reasoning."""
+
+    def __init__(self, answer_format: AnswerFormat):
+        super().__init__(answer_format)
+        self._places: TokenPlaces | None = None
+        self._unplaced: list[int] = []  # tokens, which are counted when their number is asked for
+
+    def read(self, part: Part) -> list[Event]:
+        self._unplaced += part.token_ids
+        return super().read(part)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """The number of tokens of reasoning, its marks included."""
+        form = self._format
+        if not self.spans or form.detokenizer is None:
+            return 0
+        if self._places is None:
+            self._places = TokenPlaces(form.marks.characters, form.detokenizer(), form.skipped)
+        for token in self._unplaced:
+            self._places.add(token)
+        self._unplaced.clear()
+        return self._places.num_in(self.spans)
 
 
 class TokenReader:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache as once
 
 from mlx.nn.layers.base import Module
@@ -29,6 +29,7 @@ from mlx_paged.engine.speculation.draft_model import (
     speculation_of,
 )
 from mlx_paged.engine.speculation.head_drafter import AssistantDrafter, HeadDrafter
+from mlx_paged.engine.speculation.speculation import StepCost
 from mlx_paged.engine.steps import Steps
 from mlx_paged.engine.storing.snapshots import Snapshots
 from mlx_paged.engine.storing.tier_cache import TierCache
@@ -102,7 +103,8 @@ def build(
     checked = check_model(model)
     max_model_len = context_limit(checked.args, options.get("max_model_len"), window)
     draft = check_draft_model(draft_model, checked, kv)
-    models = [(each, take_files(each)) for each in (checked, draft) if each is not None]
+    with_kv = [each for each in (checked, draft) if each is not None and each.layer_specs]
+    models = [(each, take_files(each)) for each in with_kv]
     cache_options, config = split_options(options, max_model_len, draft is not None)
     make_tier = tier_of(options, config, checked)
     tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
@@ -119,7 +121,7 @@ def build(
     cache = make_engine_cache(model, kv, draft_model, cache_options, num_copies)
     states = None
     if num_copies:
-        states = make_states(checked, cache, config, budget, num_copies)
+        states = make_states(checked, cache, config, budget, num_copies, draft)
     manager = KVCacheManager(cache.pool, cache.config.retentions, states)
     run_ahead = cache.can_run_ahead if run_ahead is None else run_ahead
 
@@ -147,7 +149,13 @@ def build(
     elif draft is not None:
         drafter = DraftModel(draft, cache, manager)
     runner = ModelRunner(model, cache, manager, swap_space, drafter)
+    speculation = speculation_of(
+        config.num_draft_tokens, checked, drafter, run_ahead, ranks.size == 1
+    )
     if ranks.size > 1:
+        # Their chips may differ, their plans must not.
+        rows, costs = ranks.all_gather([speculation.step.rows, speculation.step.costs])[0]
+        speculation = replace(speculation, step=StepCost(tuple(rows), tuple(costs)))
         backend = type(cache.backend).__name__
         ranks.compare({"the kind of backend": backend, "run_ahead": str(run_ahead)})
         gather = ranks.all_gather
@@ -163,7 +171,7 @@ def build(
         config,
         frozenset(eos_token_ids),
         swap_space,
-        speculation_of(config.num_draft_tokens, checked, drafter, run_ahead, ranks.size == 1),
+        speculation,
         disk_tier,
         None if window is not None else context_length(checked.args),
         cache if isinstance(cache, ContiguousKVCache) else None,

@@ -25,7 +25,6 @@ from mlx_paged.engine.scheduling.batch import (
 )
 from mlx_paged.engine.scheduling.prefix_cache import SwapSpace
 from mlx_paged.engine.speculation.draft_model import DraftModel
-from mlx_paged.engine.speculation.head_drafter import HeadDrafter
 from mlx_paged.models.language_model import taking_hidden_rows
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.ops import StateStack
@@ -76,9 +75,6 @@ class ModelRunner:
         if isinstance(cache, PagedKVCache) and self.model.runs_packed:
             self.compiled_decode = CompiledDecode(self.model, cache)
         self.draft_model = draft_model
-        self._takes_normed = None
-        if isinstance(draft_model, HeadDrafter):
-            self._takes_normed = draft_model.takes_normed
         # The layers of the draft model come after these.
         self._layers = slice(len(self.model.layer_specs))
         self.vocab_size = self.model.args.vocab_size
@@ -96,17 +92,17 @@ class ModelRunner:
             The logits ``[num_rows, vocab_size]``, at least one row. Once they are evaluated, the
             step is computed.
         """
-        cache = self.cache
+        cache, draft_model = self.cache, self.draft_model
         for transfer in batch.transfers:
             self._transfer(transfer)
-        if self.draft_model is not None:
-            self.draft_model.run(batch)
         scheduled, groups = batch.scheduled, self._manager.groups
         counts = [part.num_new_tokens for part in scheduled]
         num_logit_rows = [part.num_logit_rows for part in scheduled]
         seq_ids = [part.completion.seq_id for part in scheduled]
         num_drafts = [len(part.draft_token_ids) for part in scheduled]
         states = states_before(self._manager, seq_ids, counts, num_drafts)
+        if draft_model is not None:
+            draft_model.run(batch, states)
         with cache.open_step(
             [groups[seq] for seq in seq_ids],
             counts,
@@ -117,16 +113,17 @@ class ModelRunner:
         ) as step:
             tokens = self._tokens_of(batch, awaited)
             decode = self.compiled_decode
-            with taking_hidden_rows(self._takes_normed) as hidden:
+            takes_normed = None if draft_model is None else draft_model.takes_normed
+            with taking_hidden_rows(takes_normed) as hidden:
                 logits = None if decode is None else decode.replay(tokens)
                 if logits is None:
                     logits = self.model(tokens, cache.layers[self._layers], step.logit_rows)
             rows = None if hidden is None else hidden.rows
             mx.async_eval(logits, [] if rows is None else rows, cache.arrays)
-        if isinstance(self.draft_model, HeadDrafter) and rows is not None:
-            if not cache.can_run_ahead:
+        if draft_model is not None:
+            if rows is not None and not cache.can_run_ahead:
                 mx.eval(logits, rows, cache.arrays)
-            self.draft_model.follow(batch, tokens, rows)
+            draft_model.follow(batch, tokens, rows, states)
         if states is not None:
             put_states(self._manager, seq_ids, counts, states)
             self._stacks_before = WeakSet(forget_before(states, self._stacks_before))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mlx_paged.answers.tokens import ReasoningLimit
     from mlx_paged.core import BlockHash
     from mlx_paged.engine.sampling.grammar import CompiledGrammar
+    from mlx_paged.engine.speculation.draft_record import DraftRecord
     from mlx_paged.engine.text_stream import TextStream, TokenTexts
 
 T = TypeVar("T")
@@ -233,6 +234,7 @@ class Completion:
         num_preemptions: how often it was preempted; after a number of times, more urgent requests
             no longer preempt it.
         sampling_state: the sampler's state between two tokens.
+        draft_record: how its drafts have fared; ``None`` before the first were considered.
         draft_state: the drafter's state between two steps.
         output: the reader's, which grows with each token.
         num_reported_tokens, num_reported_characters: how much of the output was reported.
@@ -242,6 +244,7 @@ class Completion:
 
     __slots__ = (
         "block_hashes",
+        "draft_record",
         "draft_state",
         "error",
         "finish_reason",
@@ -282,6 +285,7 @@ class Completion:
         self.stop_reason: StopReason = None
         self.error: Exception | None = None
         self.sampling_state: object = None
+        self.draft_record: DraftRecord | None = None
         self.draft_state: object = None
         self.output = request.output.outputs[index]
         self.num_reported_tokens = self.num_reported_characters = 0

@@ -149,6 +149,29 @@ class EngineView:
     blocks: bytes
     requests: list[RequestView]
 
+    def cells(self, num_cells: int) -> tuple[int, dict[str, bytes]]:
+        """Group the blocks into at most ``num_cells`` cells of neighbours.
+
+        Returns:
+            The number of blocks of each cell but the last one, which may have fewer; and one byte
+            per cell for each of ``held`` and ``cached`` (the share of its blocks that requests
+            hold, or that are free but cached; 255 is all of them) and ``holders`` (the largest
+            number of holders of a block).
+        """
+        blocks = np.frombuffer(self.blocks, np.uint8)
+        blocks_per_cell = max(1, -(-len(blocks) // num_cells))
+        begins = np.arange(0, len(blocks), blocks_per_cell)
+        sizes = np.diff(np.append(begins, len(blocks)))
+        holders = blocks & MAX_HOLDERS
+        shown = {"held": holders > 0, "cached": (holders == 0) & (blocks & CACHED != 0)}
+        counts = {name: np.add.reduceat(each, begins, dtype=int) for name, each in shown.items()}
+        # Shares are rounded up, so that a single block of a large cell is not lost.
+        cells = {
+            name: np.ceil(255 * count / sizes).astype(np.uint8).tobytes()
+            for name, count in counts.items()
+        }
+        return blocks_per_cell, {**cells, "holders": np.maximum.reduceat(holders, begins).tobytes()}
+
 
 def view_of(manager: KVCacheManager, requests: Mapping[str, Request]) -> EngineView:
     """The current view, from any thread; takes 60 ns per block."""

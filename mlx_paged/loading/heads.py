@@ -108,12 +108,15 @@ def _place(name: str, last: int, needs_name: bool) -> tuple[int, str] | None:
     return number, part
 
 
-def load_head(target: LanguageModel, name: str | Path) -> Head | None:
+def load_head(
+    target: LanguageModel, name: str | Path, *, evaluates_weights: bool = True
+) -> Head | None:
     """The head of a model, or its assistant.
 
     Args:
         target: the model that it drafts for.
         name: a folder or a file with the head, or :data:`AUTO` for the model's own folder.
+        evaluates_weights: otherwise the head has the sizes of the real one, and can't run.
 
     Returns:
         ``None`` if there are no tensors of a head of this model.
@@ -128,7 +131,7 @@ def load_head(target: LanguageModel, name: str | Path) -> Head | None:
     folder = target.path if is_own else path
     if not is_own:
         with load_errors(f"the head in {path} is broken"):
-            assistant = _drafter_of_its_own(target, path)
+            assistant = _drafter_of_its_own(target, path, evaluates_weights)
         if assistant is not None:
             return assistant
     if layout is None:
@@ -146,7 +149,7 @@ def load_head(target: LanguageModel, name: str | Path) -> Head | None:
             read = _own_tensors if is_own else _tensors
             found = read(folder, layout, last)
             if found:
-                return _built(target, layout, found, folder)
+                return _built(target, layout, found, folder, evaluates_weights)
         problem = (
             f"{folder} has no head: neither {', '.join(SIDECARS)} nor tensors "
             f"{_wanted(layout, last)} in its weights; many conversions drop them; give the folder "
@@ -157,7 +160,9 @@ def load_head(target: LanguageModel, name: str | Path) -> Head | None:
     return None
 
 
-def _drafter_of_its_own(target: LanguageModel, path: Path) -> Assistant | None:
+def _drafter_of_its_own(
+    target: LanguageModel, path: Path, evaluates_weights: bool
+) -> Assistant | None:
     """An assistant in a folder; ``None`` if there is a head with a layer of its own, or a model.
 
     Raises:
@@ -172,7 +177,7 @@ def _drafter_of_its_own(target: LanguageModel, path: Path) -> Assistant | None:
             raise LoadError(f"[load] the assistant in {path} can't run: {error}") from error
         weights = _all_tensors(path)
         weights.pop("lm_head.weight", None)  # its embedding
-        _fill(assistant, weights, path)
+        _fill(assistant, weights, path, evaluates_weights)
         return assistant
     kinds = [config.get(key) for key in ("architectures", "model_type", "speculators_model_type")]
     words = [json.dumps([*kinds, config.get("dflash_config")]).lower()]
@@ -237,7 +242,11 @@ def _read(
 
 
 def _built(
-    target: LanguageModel, layout: HeadLayout, found: Mapping[str, mx.array], folder: Path
+    target: LanguageModel,
+    layout: HeadLayout,
+    found: Mapping[str, mx.array],
+    folder: Path,
+    evaluates_weights: bool,
 ) -> DraftHead:
     try:
         head = DraftHead(target, layout)
@@ -247,20 +256,23 @@ def _built(
     weights = _split_latents(_stacked_experts(_from_fp8(weights)), text_model(target).args)
     for name in ("embed_tokens", "lm_head"):
         of_part = {key: each for key, each in weights.items() if key.startswith(f"{name}.")}
-        if not _is_copy(of_part, name, target):
+        if not _is_copy(of_part, name, target, evaluates_weights):
             head.own(name)
         else:
             weights = {key: each for key, each in weights.items() if key not in of_part}
-    if layout.is_zero_centred and _is_stored_zero_centred(weights, target):
+    is_zero_centred = layout.is_zero_centred and evaluates_weights
+    if is_zero_centred and _is_stored_zero_centred(weights, target):
         weights = {
             key: each + 1 if each.ndim == 1 and key.endswith("norm.weight") else each
             for key, each in weights.items()
         }
-    _fill(head, weights, folder)
+    _fill(head, weights, folder, evaluates_weights)
     return head
 
 
-def _fill(head: Head, weights: Mapping[str, mx.array], folder: Path) -> None:
+def _fill(
+    head: Head, weights: Mapping[str, mx.array], folder: Path, evaluates_weights: bool
+) -> None:
     """Put the weights of a folder into a head, in the bits that they have."""
     _quantise(head, weights)
     expected = dict(tree_flatten(head.parameters()))
@@ -280,7 +292,8 @@ def _fill(head: Head, weights: Mapping[str, mx.array], folder: Path) -> None:
         )
     head.load_weights([(key, _cast(key, each, head.dtype)) for key, each in weights.items()])
     head.eval()
-    mx.eval(head.parameters())
+    if evaluates_weights:
+        mx.eval(head.parameters())
     head.name, head.path = folder.name, folder
 
 
@@ -411,16 +424,21 @@ def _is_stored_zero_centred(weights: Mapping[str, mx.array], target: LanguageMod
     return distances[1] < distances[0]
 
 
-def _is_copy(part: Mapping[str, mx.array], name: str, target: LanguageModel) -> bool:
-    """Whether a head has no embedding or output layer of its own, or copies of the model's."""
+def _is_copy(
+    part: Mapping[str, mx.array], name: str, target: LanguageModel, evaluates_weights: bool
+) -> bool:
+    """Whether a head has no embedding or output layer of its own, or copies of the model's; without
+    their values, one for as many tokens is taken for a copy.
+    """
     if not part:
         return True
     text = text_model(target)
     theirs = embedding_of(text) if name == "embed_tokens" else output_of(text)
     size, number = text.args.hidden_size, theirs.weight.shape[0]
     rows = mx.arange(0, number, max(1, number // NUM_COMPARED))
-    if part[f"{name}.weight"].shape[0] != number:
-        return False
+    is_as_long = bool(part[f"{name}.weight"].shape[0] == number)
+    if not is_as_long or not evaluates_weights:
+        return is_as_long
     mine = _dense_rows(part, name, rows, size)
     known = _dense_rows(
         {f"{name}.{leaf}": array for leaf, array in theirs.items()}, name, rows, size

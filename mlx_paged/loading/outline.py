@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mlx_paged.errors import one_line
 from mlx_paged.loading.folder import LoadError, find_local_model, find_model, load_errors
 from mlx_paged.loading.gguf import is_gguf
+from mlx_paged.loading.heads import AUTO, load_head
 from mlx_paged.loading.loader import build_model, on_our_caches
 from mlx_paged.models.identity import model_name
 from mlx_paged.models.language_model import LanguageModel
@@ -22,33 +25,74 @@ if TYPE_CHECKING:
     from huggingface_hub import SafetensorsFileMetadata
 
 
+# Files beside the weights of a repository that may have its head.
+_SIDECARS = ("mtp.safetensors", "mtp/model.safetensors", "model-mtp.safetensors")
+
+
 class Outline(NamedTuple):
-    """A model whose weights are not read. Its arrays must not be evaluated."""
+    """A model whose weights are not read, and one that drafts for it. Their arrays must not be
+    evaluated.
+    """
 
     model: LanguageModel
     name: str
-    num_bytes_to_download: int  # 0 for one that is on this machine
+    num_bytes_to_download: int  # 0 for what is on this machine
+    draft_model: LanguageModel | None = None
 
 
-def read_outline(path_or_hf_repo: str | Path, revision: str | None = None) -> Outline:
+def read_outline(
+    path_or_hf_repo: str | Path,
+    revision: str | None = None,
+    draft_model: str | Path | None = None,
+) -> Outline:
     """The outline of a model that :func:`mlx_paged.load` would load: from the configuration and the
     headers of the weights, which for a repository that is not on this machine come from the hub.
 
     The model has the layers, dtypes and sizes of the loaded one, and runs in the same way (packed
     or per sequence), which is tested with a small copy.
 
+    Args:
+        draft_model: a model or a head of the model that drafts, or ``"auto"`` for the head in the
+            model's own folder.
+
     Raises:
         LoadError: the model is not found, neither here nor on the hub, or can't run here.
     """
+    is_own = draft_model in (AUTO, path_or_hf_repo)
+    with _described(path_or_hf_repo, revision, _SIDECARS if is_own else ()) as found:
+        path, name, num_bytes = found
+        model = _outline_of(path)
+        if draft_model is None:
+            return Outline(model, name, num_bytes)
+        try:
+            with nullcontext((path, name, 0)) if is_own else _described(draft_model, None) as found:
+                path, _, num_more = found
+                where = AUTO if draft_model == AUTO else path
+                draft = load_head(model, where, evaluates_weights=False) or _outline_of(path)
+                return Outline(model, name, num_bytes + num_more, draft)
+        except LoadError as error:
+            reason = str(error).removeprefix("[load] ")
+            raise LoadError(f"[load] draft_model: {reason}", "draft_model") from error
+
+
+@contextmanager
+def _described(
+    path_or_hf_repo: str | Path, revision: str | None, sidecars: Sequence[str] = ()
+) -> Iterator[tuple[Path, str, int]]:
+    """The folder or file of a model, its name, and the bytes to download. For a repository that is
+    not on this machine, a temporary folder with its configuration, and the headers of its weights
+    and of those sidecars that it has.
+    """
     path = find_local_model(path_or_hf_repo, revision)
     if path is not None:
-        return Outline(_outline_of(path), model_name(path), 0)
+        yield path, model_name(path), 0
+        return
     repo = str(path_or_hf_repo)
     with TemporaryDirectory() as name:
-        folder = Path(name)
+        folder = Path(name) / repo
         with load_errors(f"no folder {one_line(repr(repo))}, and the lookup on the hub failed"):
-            num_bytes = _write_headers(repo, revision, folder)
-        return Outline(_outline_of(folder), repo, num_bytes)
+            num_bytes = _write_headers(repo, revision, folder, sidecars)
+        yield folder, repo, num_bytes
 
 
 def find_model_for(path_or_hf_repo: str | Path, force: bool) -> Path:
@@ -87,17 +131,26 @@ def _outline_of(path: Path) -> LanguageModel:
         model, config = build_unread(path)
     else:
         model, config, _ = build_model(path)
-    return on_our_caches(model, config, evaluates_weights=False)
+    outlined = on_our_caches(model, config, evaluates_weights=False)
+    outlined.path = path
+    return outlined
 
 
-def _write_headers(repo: str, revision: str | None, folder: Path) -> int:
+def _write_headers(
+    repo: str, revision: str | None, folder: Path, sidecars: Sequence[str] = ()
+) -> int:
     """Write the configuration of a repository, and files of weights with headers and no data;
     returns the size of the real files on the hub.
     """
     from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
 
     # This comes first: without a network it fails at once, while a download retries for long.
-    files = HfApi().get_safetensors_metadata(repo, revision=revision).files_metadata
+    api = HfApi()
+    files = dict(api.get_safetensors_metadata(repo, revision=revision).files_metadata)
+    for name in sidecars:
+        with suppress(EntryNotFoundError):
+            files[name] = api.parse_safetensors_file_metadata(repo, name, revision=revision)
     hf_hub_download(repo, "config.json", revision=revision, local_dir=folder)
     return sum(_write_header(folder / name, file) for name, file in files.items())
 
@@ -109,6 +162,7 @@ def _write_header(path: Path, file: SafetensorsFileMetadata) -> int:
     }
     header = json.dumps({"__metadata__": file.metadata or {}, **tensors}).encode()
     end = _num_bytes(file)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as written:
         written.write(struct.pack("<Q", len(header)) + header)
         # MLX requires the size that the header implies; a sparse file takes no space.

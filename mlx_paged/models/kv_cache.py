@@ -174,22 +174,21 @@ def make_engine_cache(
     streaming = _streaming_window(kind, options.get("window"), options.get("num_sink_tokens"))
     preallocate = _preallocates(kind, options.get("preallocate", False))
     models = [checked] if draft_model is None else [checked, check_model(draft_model)]
-    specs = [spec for each in models for spec in each.layer_specs]
     bits = KVBits.parse(options.get("kv_format"))
-    stored = stored_as(bits, specs)
+    stored, groups = layers_of(models, bits, block_size, streaming)
     if kind == "basic":
         return ContiguousKVCache(KVCacheConfig.within(budget, stored, block_size))
-    if isinstance(draft_model, DraftHead):
-        size, dtype = draft_model.hidden_size, draft_model.dtype
-        stored = [*stored, LayerSpec.of_hidden_rows(size, block_size, dtype)]
-    groups = _groups(stored, block_size, streaming, draft_model)
     rotate_keys = None
     if streaming is not None:
         _check_streaming(checked, groups)
         rotate_keys = checked.rotate_keys
     config = replace(
         KVCacheConfig.within(
-            budget, stored, block_size, groups, num_state_copies * checked.state_nbytes
+            budget,
+            stored,
+            block_size,
+            groups,
+            num_state_copies * sum(each.state_nbytes for each in models),
         ),
         state_nbytes=checked.state_nbytes,
         state_layout=checked.state_layout,
@@ -215,24 +214,38 @@ def stored_as(bits: KVBits | None, layers: Sequence[LayerSpec]) -> Sequence[Laye
     ]
 
 
-def _groups(
-    layers: Sequence[LayerSpec],
+def layers_of(
+    models: Sequence[LanguageModel],
+    bits: KVBits | None,
     block_size: int,
-    streaming: StreamingWindow | None,
-    draft_model: Module | None,
-) -> tuple[LayerGroup, ...]:
-    """Groups of layers; with a draft model a single one that keeps all tokens, since it may still
-    need tokens that have left the model's windows. The layer of a head keeps all tokens anyway.
+    streaming: StreamingWindow | None = None,
+) -> tuple[Sequence[LayerSpec], tuple[LayerGroup, ...]]:
+    """The layers of a cache for a model, perhaps followed by its draft model, and their groups.
+
+    With a draft model there is a single group that keeps all tokens, since it may still need tokens
+    that have left the model's windows. The layer of a head keeps all tokens anyway; another one
+    after it holds hidden rows.
+
+    Args:
+        bits: of K and V; ``None`` for the dtype of the models' activations.
+
+    Raises:
+        ArgumentError: a layer's rows can't be stored in these bits, or a window is combined with a
+            draft model.
     """
-    if draft_model is None or (isinstance(draft_model, DraftHead) and streaming is None):
-        return group_layers(layers, block_size, streaming)
+    layers = [*stored_as(bits, [spec for each in models for spec in each.layer_specs])]
+    *_, last = models
+    if isinstance(last, DraftHead):
+        layers.append(LayerSpec.of_hidden_rows(last.hidden_size, block_size, last.dtype))
+    if len(models) == 1 or (isinstance(last, DraftHead) and streaming is None):
+        return layers, group_layers(layers, block_size, streaming)
     if streaming is not None:
         raise ArgumentError(
             "[kv cache] window can't be combined with draft_model, which needs all tokens; "
             "with num_draft_tokens alone, drafts are looked up in the request's own tokens",
             "window",
         )
-    return ()
+    return layers, ()
 
 
 def _preallocates(kind: str, given: object) -> bool:
@@ -354,27 +367,27 @@ def make_states(
     config: SchedulerConfig,
     budget: KVBudget,
     num_copies: int,
+    draft_model: LanguageModel | None = None,
 ) -> SequenceStates:
-    """The recurrent states of a model's sequences. They share a budget in bytes with the blocks of
-    the cache; one in blocks is for K/V only. Warns if the budget holds the states of fewer
-    sequences than may run at once.
+    """The recurrent states of a model's sequences, with those of its draft model. They share a
+    budget in bytes with the blocks of the cache; one in blocks is for K/V only. Warns if the budget
+    holds the states of fewer sequences than may run at once.
 
     There are as many checkpoints as are of use and as the budget holds beside one sequence: one for
     each ``TOKENS_PER_CHECKPOINT`` tokens of K/V, two per sequence, or ``MANY``, whichever is most.
     """
     nbytes, num_checkpoints = budget.nbytes, 0
+    state_nbytes = model.state_nbytes + (draft_model.state_nbytes if draft_model else 0)
     if config.enable_prefix_caching:
         num_tokens = (nbytes or 0) // sum(spec.nbytes_per_token for spec in model.layer_specs)
         num_checkpoints = max(2 * config.max_num_seqs, MANY, num_tokens // TOKENS_PER_CHECKPOINT)
         if nbytes is not None:
-            num_held = max(1, nbytes // model.state_nbytes - num_copies)
+            num_held = max(1, nbytes // state_nbytes - num_copies)
             num_checkpoints = min(num_checkpoints, num_held)
     states = SequenceStates(num_checkpoints)
     if nbytes is None:
         return states
-    sizes = BudgetSizes(
-        nbytes, cache.config.nbytes_per_block, cache.config.state_nbytes, num_copies
-    )
+    sizes = BudgetSizes(nbytes, cache.config.nbytes_per_block, state_nbytes, num_copies)
     cache.shared_budget = SharedBudget(sizes, cache.pool, states)
     numbers = range(config.max_num_seqs, 0, -1)
     most = next(n for n in numbers if n == 1 or sizes.max_num_blocks(n) >= n)

@@ -106,12 +106,18 @@ class StateStack:
 
 
 class StateRow:
-    """The state of one sequence. Its value never changes; the stack that holds it may."""
+    """The state of one sequence. Its value never changes; the stack that holds it may.
 
-    __slots__ = ("__weakref__", "index", "stack")
+    Attributes:
+        of_draft_model: the state of a recurrent draft model after the same tokens, if it is known
+            there.
+    """
+
+    __slots__ = ("__weakref__", "index", "of_draft_model", "stack")
 
     def __init__(self, stack: StateStack, index: int):
         self.stack, self.index = stack, index
+        self.of_draft_model: StateRow | None = None
         stack._rows.append(weakref.ref(self))
 
     def alone(self) -> StateRow:

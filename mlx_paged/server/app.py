@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from mlx_paged.server import anthropic, openai, responses
 from mlx_paged.server.errors import CLIENT_LEFT, FAILED, ApiError, error_response
@@ -41,7 +41,7 @@ ROUTES = [
 ]
 
 
-class App:
+class App(RequestLog):
     """The whole application, as the program and the tests run it.
 
     Args:
@@ -72,10 +72,7 @@ class App:
         inner.state.metrics = EngineCollector(engine, model_name, counts)
         shielded = guarded(inner, service.settings, is_loopback, key_file)
         self.gate = Gate(shielded, service.engine, max_connections)
-        self._app = RequestLog(self.gate, partial(count_request, counts, ROUTES))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
+        super().__init__(self.gate, partial(count_request, counts, ROUTES))
 
 
 def guarded(

@@ -22,7 +22,7 @@ from mlx_paged.request import CompletionOutput
 from mlx_paged.server.errors import ApiError, api_error
 from mlx_paged.server.fields import make_params
 from mlx_paged.server.generations import Generation
-from mlx_paged.server.kept_answers import Upcoming, keep_answer, upcoming_tokens
+from mlx_paged.server.kept_answers import keep_answer, upcoming_tokens
 from mlx_paged.server.prompt_threads import Work
 from mlx_paged.server.service import Service
 
@@ -101,8 +101,8 @@ def prepare(work: Work, service: Service, job: ChatJob) -> Generation:
             messages = [*job.messages, message, {"role": "user", "content": question}]
             return encode(messages, options).token_ids
 
-        upcoming = Upcoming(partial(upcoming_tokens, encode_question, computed), asked.options)
-        service.idle_prefill.expect(prompt.key, upcoming)
+        upcoming = partial(upcoming_tokens, encode_question, computed)
+        service.idle_prefill.expect(prompt.key, upcoming, asked.options)
 
     def parts() -> dict[str, StructuredOutputsParams]:
         """What the grammar of an answer that calls tools is made of, by the client's fields."""
@@ -165,9 +165,15 @@ def arguments_of(text: str) -> dict[str, Any]:
     """The arguments of a call in the history, parsed into an object as chat templates take it. Text
     that is not a JSON object, for example of a truncated answer, is passed to the model as it is.
     """
+    # Some clients send "" for a function without parameters.
+    value = object_of(text) if text.strip() else {}
+    return {"arguments": text} if value is None else value
+
+
+def object_of(text: str) -> dict[str, Any] | None:
+    """A JSON object; ``None`` if the text is none."""
     try:
-        # Some clients send "" for a function without parameters.
-        value = json.loads(text) if text.strip() else {}
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"arguments": text}
+        return None
+    return value if isinstance(value, dict) else None

@@ -4,7 +4,7 @@ prompt (:class:`History`), and tools.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from mlx_paged.answers.dialect import ToolChoice
@@ -139,13 +139,13 @@ class History:
         return self._messages
 
 
-def refuse_second_names(tools: Sequence[Tool]) -> None:
-    """Raise if two tools have the same name."""
-    seen: set[str] = set()
+def unique_tools(tools: Iterable[Tool]) -> tuple[Tool, ...]:
+    """The tools; raises if two have the same name."""
+    found: dict[str, Tool] = {}
     for tool in tools:
-        if tool.name in seen:
+        if found.setdefault(tool.name, tool) is not tool:
             raise refused(f"{tool.place}.name", f"is {shown(tool.name)}, the name of another tool")
-        seen.add(tool.name)
+    return tuple(found.values())
 
 
 def checked_tool_choice(choice: ToolChoice, place: str, tools: Sequence[Tool]) -> ToolChoice:

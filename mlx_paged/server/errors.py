@@ -48,6 +48,7 @@ _OTHER_SERVER_ERROR = ("server_error", "api_error")
 FAILED = "the server failed; see its log"
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """A request that is answered with an error.
 
@@ -59,21 +60,14 @@ class ApiError(Exception):
         headers: headers of the response, such as ``Retry-After``.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ):
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.headers = dict(headers or {})
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
 
 def _openai_body(error: ApiError, request_id: str | None = None) -> dict[str, Any]:

@@ -347,6 +347,10 @@ class GenerationFields(RequestFields, SamplingFields):
     # OpenAI's: how long K/V are cached. "in_memory" means not on disk.
     prompt_cache_retention: Any = None
     stream_options: StreamOptions | None = None
+    # Without effect: they identify the user, or help other servers to find a cache.
+    user: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
 
     def check(self, service: Service) -> None:
         """Check the model, and that there are options of a stream only with one."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from operator import add
@@ -14,8 +14,7 @@ from typing import Literal, NamedTuple
 
 from mlx_paged.answers.dialect import PLAIN, AnswerFormat
 from mlx_paged.answers.events import Kind, ToolCall
-from mlx_paged.answers.reader import AnswerReader
-from mlx_paged.answers.tokens import TokenPlaces
+from mlx_paged.answers.tokens import PartReader
 from mlx_paged.engine.options import RequestOptions
 from mlx_paged.options.sampling_params import SamplingParams, StructuredOutputsParams
 from mlx_paged.request import (
@@ -23,7 +22,6 @@ from mlx_paged.request import (
     CompletionOutput,
     RequestOutput,
     SpecDecodingStats,
-    StopReason,
 )
 from mlx_paged.server.errors import ApiError, api_error
 
@@ -66,11 +64,6 @@ class Generation:
     @property
     def no_store(self) -> bool:
         return self.options.get("no_store", False)
-
-    @property
-    def marked_format(self) -> AnswerFormat | None:
-        """The format in which the engine is to write marks; ``None`` if there are none."""
-        return self.answer_format if self.answer_format.has_marks else None
 
 
 class Answer:
@@ -167,36 +160,22 @@ async def parts_of(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Reque
         async for output in answers[0]:
             yield 0, output
         return
-    # Bounded, so that the engine merges parts that are not read in time.
-    inbox: asyncio.Queue[tuple[int, RequestOutput | ApiError | None]] = asyncio.Queue(len(answers))
-    readers = [asyncio.create_task(_read(*each, inbox)) for each in enumerate(answers)]
+    # At most one part of each is taken before it is needed, so that the engine merges parts that
+    # are not read in time.
+    waiting = {asyncio.ensure_future(anext(each)): index for index, each in enumerate(answers)}
     try:
-        num_open = len(answers)
-        while num_open:
-            index, part = await inbox.get()
-            if isinstance(part, ApiError):
-                raise part
-            if part is None:
-                num_open -= 1
-            else:
-                yield index, part
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waiting.__getitem__):
+                index = waiting.pop(task)
+                if isinstance(task.exception(), StopAsyncIteration):
+                    continue
+                yield index, task.result()
+                waiting[asyncio.ensure_future(anext(answers[index]))] = index
     finally:
-        for reader in readers:
-            reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
-
-
-async def _read(
-    index: int, answer: Answer, inbox: asyncio.Queue[tuple[int, RequestOutput | ApiError | None]]
-) -> None:
-    """Put the parts of an answer into an inbox, followed by ``None`` or an error."""
-    end = None
-    try:
-        async for part in answer:
-            await inbox.put((index, part))
-    except ApiError as error:
-        end = error
-    await inbox.put((index, end))
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 def _check_end(output: RequestOutput, fields: Mapping[str, str]) -> RequestOutput:
@@ -255,16 +234,16 @@ class Usage:
     def __add__(self, other: Usage) -> Usage:
         return Usage(*map(add, vars(self).values(), vars(other).values()))
 
-    @property
-    def predictions(self) -> dict[str, int]:
-        """OpenAI's fields for drafts, if there were some."""
-        if not self.spec_decoding.num_drafts:
-            return {}
-        num_accepted = self.spec_decoding.num_accepted_tokens
-        return {
-            "accepted_prediction_tokens": num_accepted,
-            "rejected_prediction_tokens": self.spec_decoding.num_draft_tokens - num_accepted,
-        }
+    def output_details(self, reasoning: str = "") -> dict[str, int]:
+        """The number of tokens of reasoning, if the name of its field is given, and OpenAI's fields
+        for drafts, if there were some.
+        """
+        details = {reasoning: self.num_reasoning_tokens} if reasoning else {}
+        drafts, num_accepted = self.spec_decoding, self.spec_decoding.num_accepted_tokens
+        if drafts.num_drafts:
+            details["accepted_prediction_tokens"] = num_accepted
+            details["rejected_prediction_tokens"] = drafts.num_draft_tokens - num_accepted
+        return details
 
 
 class CompletionState:
@@ -273,53 +252,30 @@ class CompletionState:
     Attributes:
         blocks: its blocks so far.
         num_tokens: the number of generated tokens.
-        spec_decoding: how many drafts were verified and accepted.
-        has_begun: whether a part has arrived.
+        part, num_parts: the last part, and how many there were.
         finish_reason: ``"stop"``, ``"length"``, or ``"tool_calls"`` if it stopped after calls;
             ``None`` before the end.
-        stop_reason: the stop text or tokens that ended it.
+        reader: reads its parts.
     """
 
     def __init__(self, index: int, answer_format: AnswerFormat):
         self.index = index
         self.blocks: list[AnswerBlock] = []
         self.num_tokens = 0
-        self.spec_decoding = NO_DRAFTS
-        self.has_begun = False
+        self.part = CompletionOutput(index)
+        self.num_parts = 0
         self.finish_reason: str | None = None
-        self.stop_reason: StopReason = None
         self._open_block: AnswerBlock | None = None
-        self._reader = AnswerReader(answer_format)
-        self._format = answer_format
-        self._places: TokenPlaces | None = None
-        self._unplaced: list[int] = []  # tokens
+        self.reader = PartReader(answer_format)
 
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """The number of tokens of reasoning, including its marks."""
-        if not self._reader.spans or self._format.detokenizer is None:
-            return 0
-        if self._places is None:
-            characters, detokenizer = self._format.marks.characters, self._format.detokenizer()
-            self._places = TokenPlaces(characters, detokenizer, self._format.skipped)
-        tokens, self._unplaced = self._unplaced, []
-        for token in tokens:
-            self._places.add(token)
-        return self._places.num_in(self._reader.spans)
-
-    def count(self, completion: CompletionOutput) -> None:
-        """Count the tokens of the next part, and take over its finish reason."""
-        self.has_begun = True
-        self.num_tokens += len(completion.token_ids)
-        self._unplaced += completion.token_ids
-        self.spec_decoding = completion.spec_decoding
-        self.finish_reason, self.stop_reason = completion.finish_reason, completion.stop_reason
-
-    def add(self, completion: CompletionOutput) -> list[BlockEvent]:
-        """The events of the next part."""
-        self.count(completion)
+    def read(self, part: CompletionOutput) -> list[BlockEvent]:
+        """Read the next part; returns its events."""
+        self.part = part
+        self.num_parts += 1
+        self.num_tokens += len(part.token_ids)
+        self.finish_reason = part.finish_reason
         events: list[BlockEvent] = []
-        for kind, text, call in self._reader.read(completion):
+        for kind, text, call in self.reader.read(part):
             block = self._open_block
             if block is None or block.kind != kind or call is not None:
                 self._end_block(events)
@@ -334,7 +290,7 @@ class CompletionState:
             events.append(BlockEvent("delta", block, text))
         if self.finish_reason is not None:
             self._end_block(events)
-            if self.finish_reason == "stop" and self._reader.num_tool_calls:
+            if self.finish_reason == "stop" and self.reader.num_tool_calls:
                 self.finish_reason = "tool_calls"
         return events
 
@@ -359,11 +315,10 @@ class AnswerState:
         self._format = answer_format
         self._num_prompt_tokens = self._num_cached_tokens = 0
 
-    def parts(self, output: RequestOutput) -> list[tuple[CompletionState, CompletionOutput]]:
-        """The completions in a part of the answer, for :meth:`CompletionState.add`."""
+    def parts(self, output: RequestOutput) -> Iterator[tuple[CompletionState, CompletionOutput]]:
+        """The completions in a part of the answer, for :meth:`CompletionState.read`."""
         self._num_prompt_tokens = len(output.prompt_token_ids)
         self._num_cached_tokens = output.num_cached_tokens
-        parts = []
         for part in output.outputs:
             completion = self.completions.get(part.index)
             if completion is None:
@@ -371,8 +326,7 @@ class AnswerState:
                 self.completions[part.index] = completion
             # The last part of a request contains all completions, finished ones included.
             if completion.finish_reason is None:
-                parts.append((completion, part))
-        return parts
+                yield completion, part
 
     @property
     def usage(self) -> Usage:
@@ -382,6 +336,6 @@ class AnswerState:
             self._num_prompt_tokens,
             self._num_cached_tokens,
             sum(each.num_tokens for each in completions),
-            sum(each.num_reasoning_tokens for each in completions),
-            sum((each.spec_decoding for each in completions), NO_DRAFTS),
+            sum(each.reader.num_reasoning_tokens for each in completions),
+            sum((each.part.spec_decoding for each in completions), NO_DRAFTS),
         )

@@ -17,7 +17,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -109,20 +109,6 @@ _ONE_TOKEN = SamplingParams(
 Encode: TypeAlias = Callable[[], tuple[Sequence[int], int]]
 
 
-@dataclass(frozen=True)
-class Upcoming:
-    """The likely beginning of a next prompt.
-
-    Args:
-        encode: returns its tokens, and how many of them are computed already. Called in a thread of
-            the tokenizer pool.
-        options: the engine's, of the conversation.
-    """
-
-    encode: Encode
-    options: RequestOptions
-
-
 class IdlePrefill:
     """Prefills expected prompts, one at a time: in small steps, at the lowest priority, and
     interrupted as soon as a request arrives. Used from one event loop.
@@ -138,7 +124,7 @@ class IdlePrefill:
     ):
         self._engine = engine
         self._run_in_thread = run
-        self._waiting: OrderedDict[bytes, Upcoming] = OrderedDict()
+        self._waiting: OrderedDict[bytes, tuple[Encode, RequestOptions]] = OrderedDict()
         self._task: asyncio.Task[None] | None = None
         self._request_id: str | None = None  # of the piece being computed
         self._numbers = itertools.count()
@@ -148,14 +134,17 @@ class IdlePrefill:
         """Whether all expected prompts have been computed."""
         return self._task is None or self._task.done()
 
-    def expect(self, key: bytes, upcoming: Upcoming) -> None:
-        """Compute this when the engine is idle.
+    def expect(self, key: bytes, encode: Encode, options: RequestOptions) -> None:
+        """Compute the likely beginning of a next prompt when the engine is idle.
 
         Args:
             key: identifies the conversation; a later call with the same key replaces an earlier
                 one.
+            encode: returns the tokens, and how many of them are computed already. Called in a
+                thread of the tokenizer pool.
+            options: the engine's, of the conversation.
         """
-        self._waiting[key] = upcoming
+        self._waiting[key] = encode, options
         while len(self._waiting) > MAX_WAITING:
             self._waiting.popitem(last=False)
         loop = asyncio.get_running_loop()
@@ -170,29 +159,26 @@ class IdlePrefill:
     async def _run(self) -> None:
         while self._waiting:
             await self._until_idle()
-            _, upcoming = self._waiting.popitem(last=False)
+            _, (encode, options) = self._waiting.popitem(last=False)
             try:
-                await self._compute(upcoming)
+                await self._compute(encode, {**options, "priority": MAX_PRIORITY})
             except Exception as error:
                 # For example, it does not fit into the context or the budget.
                 logger.debug("a prompt was not computed ahead: %s", type(error).__name__)
 
-    async def _compute(self, upcoming: Upcoming) -> None:
-        token_ids, num_known = await self._run_in_thread(
-            upcoming.options.get("user"), upcoming.encode
-        )
+    async def _compute(self, encode: Encode, options: RequestOptions) -> None:
+        token_ids, num_known = await self._run_in_thread(options.get("user"), encode)
         if len(token_ids) - num_known < MIN_NEW_TOKENS:
             return
         ends = [*range(num_known + PIECE_LEN, len(token_ids), PIECE_LEN), len(token_ids)]
         for end in ends:
-            while not await self._compute_piece(upcoming, list(token_ids[:end])):
+            while not await self._compute_piece(options, list(token_ids[:end])):
                 pass
 
-    async def _compute_piece(self, upcoming: Upcoming, token_ids: list[int]) -> bool:
+    async def _compute_piece(self, options: RequestOptions, token_ids: list[int]) -> bool:
         """Compute the beginning of a prompt; returns false if that was interrupted."""
         await self._until_idle()
         self._request_id = f"ahead-{next(self._numbers)}"
-        options: RequestOptions = {**upcoming.options, "priority": MAX_PRIORITY}
         try:
             async for output in self._engine.generate(
                 {"prompt_token_ids": token_ids},

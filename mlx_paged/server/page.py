@@ -13,13 +13,11 @@ from functools import cache
 from importlib import resources
 from typing import Annotated, Any
 
-import numpy as np
 from pydantic import BaseModel, Field
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 import mlx_paged
 from mlx_paged.engine.reports import Histogram
-from mlx_paged.engine.stats import CACHED, MAX_HOLDERS, EngineView
 from mlx_paged.request import PrefixReport
 from mlx_paged.server.errors import ApiError, api_error
 from mlx_paged.server.routes import RequestContext
@@ -67,9 +65,12 @@ async def pool(context: RequestContext[Body]) -> Response:
 
 
 def pool_report(service: Service, num_cells: int) -> dict[str, Any]:
-    """The body of ``/v1/pool``, which contains no texts of users."""
+    """The body of ``/v1/pool``, which contains no texts of users. The bytes of its cells
+    (:meth:`EngineView.cells`) are in base64.
+    """
     engine = service.engine.engine
     view = service.engine.view()
+    blocks_per_cell, cells = view.cells(num_cells)
     rows = sorted(view.requests, key=lambda row: (_STATE_ORDER[row.state], -row.age))
     return {
         "object": "pool",
@@ -79,7 +80,10 @@ def pool_report(service: Service, num_cells: int) -> dict[str, Any]:
         "block_size": view.block_size,
         "num_blocks": len(view.blocks),
         "max_num_blocks": engine.scheduler.max_num_blocks,
-        "cells": cells_of(view, num_cells),
+        "cells": {
+            "blocks_per_cell": blocks_per_cell,
+            **{name: _base64(values) for name, values in cells.items()},
+        },
         "requests": [asdict(row) for row in rows[:MAX_ROWS]],
         "num_requests": len(rows),
         "stats": asdict(service.engine.stats()),
@@ -87,35 +91,6 @@ def pool_report(service: Service, num_cells: int) -> dict[str, Any]:
             name: _histogram(getattr(engine.latencies, name))
             for name in ("time_to_first_token", "inter_token_latency")
         },
-    }
-
-
-def cells_of(view: EngineView, num_cells: int) -> dict[str, Any]:
-    """Group the blocks into at most ``num_cells`` cells of neighbours. All cells have the same
-    number of blocks, except that the last one may have fewer.
-
-    Returns:
-        ``blocks_per_cell``, and one byte per cell, in base64, for each of ``held`` and ``cached``
-        (the share of its blocks that requests hold, or that are free but cached; 255 is all of
-        them) and ``holders`` (the largest number of holders of a block).
-    """
-    blocks = np.frombuffer(view.blocks, np.uint8)
-    blocks_per_cell = max(1, -(-len(blocks) // num_cells))
-    holders = blocks & MAX_HOLDERS
-    is_cached = (holders == 0) & (blocks & CACHED != 0)
-    begins = np.arange(0, len(blocks), blocks_per_cell)
-    sizes = np.diff(np.append(begins, len(blocks)))
-
-    def share(condition: np.ndarray[Any, np.dtype[np.bool_]]) -> str:
-        counts = np.add.reduceat(condition, begins, dtype=np.int64)
-        # Rounded up, so that a single block of a large cell is not lost.
-        return _base64(np.ceil(255 * counts / sizes).astype(np.uint8).tobytes())
-
-    return {
-        "blocks_per_cell": blocks_per_cell,
-        "held": share(holders > 0),
-        "cached": share(is_cached),
-        "holders": _base64(np.maximum.reduceat(holders, begins).tobytes()),
     }
 
 

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlx_paged.answers.template_traits import KEEPS_REASONING
 from mlx_paged.cli import flags
 from mlx_paged.cli.program import Parser, import_first, is_follower, run_program
 from mlx_paged.cli.streams import say, warnings_as_lines
@@ -56,13 +57,6 @@ FLAGS = {
     "api_key_file": "--api-key-file",
     "chat_template": "--chat-template",
     "chat_template_args": "--chat-template-args",
-}
-# Variables that make chat templates keep the reasoning of earlier answers: of Qwen 3.6 and Kimi
-# K2.6, of GLM since 4.7, and of Nemotron 3.
-KEEPS_REASONING = {
-    "preserve_thinking": True,
-    "clear_thinking": False,
-    "truncate_history_thinking": False,
 }
 _OTHER_FLAGS = {
     "allowed_origins": "--cors-origin",
@@ -223,14 +217,13 @@ def template_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def json_object(text: str) -> dict[str, Any]:
+    what = f"must be a JSON object, got {shown(text)}"
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(
-            f"must be a JSON object, got {shown(text)}: {one_line(error)}"
-        ) from error
+        raise argparse.ArgumentTypeError(f"{what}: {one_line(error)}") from error
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object, got {shown(text)}")
+        raise argparse.ArgumentTypeError(what)
     return value
 
 

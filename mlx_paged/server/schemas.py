@@ -27,6 +27,7 @@ from pydantic import (
     GetCoreSchemaHandler,
     ValidationError,
     ValidationInfo,
+    create_model,
     model_validator,
 )
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
@@ -260,6 +261,12 @@ class Repeated(Body):
     leaves_out = True
 
 
+def without_effect(*names: str) -> Any:
+    """A base class of bodies whose fields are accepted and have no effect."""
+    fields: Any = dict.fromkeys(names, (Any, None))
+    return create_model("WithoutEffect", __base__=Body, **fields)
+
+
 @cache
 def _names_of(cls: type[BaseModel]) -> frozenset[str]:
     """The names of the fields in JSON."""
@@ -333,11 +340,17 @@ class OneOf:
             field = member.model_fields.get(self.name)
             values = () if field is None else get_args(field.annotation)
             return [f"{self.name}={value}" for value in values] or ["an object"]
-        return ["a list" if get_origin(member) is list else "a text"]
+        if get_origin(member) is list:
+            return ["token ids" if get_args(member) == (int,) else "a list"]
+        return ["a text"]
 
     def _tag_of(self, value: Any, tags: Collection[str]) -> str:
-        if isinstance(value, str | list):
-            return MEMBER + ("a text" if isinstance(value, str) else "a list")
+        if isinstance(value, str):
+            return f"{MEMBER}a text"
+        if isinstance(value, list):
+            several, one = f"{MEMBER}a list", f"{MEMBER}token ids"
+            is_one = value and all(isinstance(each, int) for each in value)
+            return one if one in tags and (is_one or several not in tags) else several
         if isinstance(value, Body):  # when it is serialised
             value = vars(value)
         if not isinstance(value, dict):

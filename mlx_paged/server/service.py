@@ -204,7 +204,8 @@ class Service:
     async def _start(
         self, generation: Generation, rules: TokenRules, request_id: str | None
     ) -> Answer:
-        rules = rules._replace(answer_format=generation.marked_format)
+        form = generation.answer_format
+        rules = rules._replace(answer_format=form if form.has_marks else None)
         options: RequestOptions = {**generation.options, "token_rules": rules}
         with ExitStack() as places:
             places.enter_context(self.admit(generation.params.n, generation.user))

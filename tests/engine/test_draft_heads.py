@@ -328,4 +328,4 @@ def test_a_fault_that_acceptance_hardly_shows_changes_logits(
     engine.scheduler.speculation = eager(engine)
     answer(engine, prompt(30), greedy(30))
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        check(drafts, pair("qwen3_5"), 3)
+        check(drafts, (model, head), 3)

@@ -13,6 +13,7 @@ from helpers.drafting import EagerSpeculation
 from helpers.engine_runs import (
     CONFIG,
     VOCAB_SIZE,
+    answer,
     ask_alone,
     greedy,
     make_engine,
@@ -233,6 +234,22 @@ def test_what_does_not_pay_is_tried_less_and_less_but_not_given_up(model: qwen3.
         engine.step()
         drafted.append(engine.stats().spec_decoding.num_draft_tokens)
     assert drafted[20] > 0 and drafted[20] < drafted[-1] < 100
+
+
+def test_the_next_turn_of_a_conversation_knows_what_does_not_pay(model: qwen3.Model):
+    mx.random.seed(5)
+    other = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG))  # knows nothing
+    engine = make_engine(model, draft_model=other, kv_cache_bytes="400blocks")
+    engine.scheduler.speculation = Speculation(
+        engine.runner.draft_model, 3, StepCost.linear(1, 0.1), StepCost.linear(0.2, 0.01)
+    )
+    first = answer(engine, prompt(50), greedy(20)).outputs[0]
+    assert first.spec_decoding.num_draft_tokens > 0
+    for history in (prompt(50) + first.token_ids, prompt(50)):  # without its answer, too
+        later = answer(engine, history + prompt(20, seed=9), greedy(20)).outputs[0]
+        assert later.spec_decoding.num_draft_tokens == 0
+    new = answer(engine, prompt(50, seed=7), greedy(20)).outputs[0]
+    assert new.spec_decoding.num_draft_tokens > 0
 
 
 def test_its_kv_count_in_the_budget(model: qwen3.Model, draft_model: qwen3.Model):

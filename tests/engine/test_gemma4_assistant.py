@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from helpers.model_zoo import config_of, make, make_from_config
 from helpers.workloads import Workload, assert_all_same_but_aborts
 from mlx.nn import Module
 from mlx.utils import tree_flatten
+from paged_testing.pure_metal import pure_metal
 
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.request import Completion
@@ -22,7 +24,7 @@ from mlx_paged.engine.speculation import draft_model
 from mlx_paged.engine.speculation.speculation import Speculation
 from mlx_paged.errors import ArgumentError, UnsuitableModelError
 from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.models.mlx_lm import check_model
+from mlx_paged.models.mlx_lm import check_model, gemma4_assistant
 from mlx_paged.models.mlx_lm.draft_head import text_model
 from mlx_paged.models.mlx_lm.gemma4_assistant import Assistant
 
@@ -86,8 +88,10 @@ class Rounds:
         running: dict[int, list[tuple[np.ndarray, int]]] = {}
         draw = draft_model.draw_drafts
 
-        def recording(logits: mx.array, completions: Sequence[Completion], number: int) -> mx.array:
-            drafts = draw(logits, completions, number)
+        def recording(
+            logits: mx.array, completions: Sequence[Completion], number: int, *readers: Any
+        ) -> mx.array:
+            drafts = draw(logits, completions, number, *readers)
             for row, token, each in zip(
                 np.array(logits), drafts.tolist(), completions, strict=True
             ):
@@ -156,7 +160,7 @@ def logits_of(assistant: Assistant, row: np.ndarray) -> np.ndarray:
         scores = np.array(assistant.masked_embedding.centroids.weight) @ row
         order = np.array(assistant.masked_embedding.token_ordering).reshape(16, 16)
         near = order[np.argsort(-scores)[:4]].ravel()
-        logits[np.setdiff1d(np.arange(256), near)] = -np.inf
+        logits[np.setdiff1d(np.arange(256), near)] = gemma4_assistant.FAR
     return logits
 
 
@@ -173,17 +177,30 @@ def test_answers_are_those_without_it_and_each_draft_is_that_of_the_whole_text(
         model, draft_model=assistant, speculation=eager, run_ahead=has_centroids
     )
     assert_all_same_but_aborts(drafting, plain)
-    assert drafting.engine.stats().num_accepted_tokens > 0
+    assert drafting.engine.stats().spec_decoding.num_accepted_tokens > 0
     assert len(rounds.seen) > 20
     for logits, expected in rounds.with_expected(model, assistant):
         np.testing.assert_allclose(logits, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_it_keeps_no_kv():
+def test_it_keeps_no_kv(tmp_path: Path):
+    """So a snapshot that was saved beside it is that of the model alone."""
     model, assistant = pair()
-    alone, both = (make_engine(model, draft_model=each).cache for each in (None, assistant))
-    assert both.config.layers == alone.config.layers
-    assert both.config.nbytes_per_block == alone.config.nbytes_per_block
+    alone, both = (make_engine(model, draft_model=each) for each in (None, assistant))
+    assert both.cache.config.layers == alone.cache.config.layers
+    assert both.cache.config.nbytes_per_block == alone.cache.config.nbytes_per_block
+    answer(both, prompt(40), greedy(1))
+    both.save_snapshot(tmp_path / "a", prompt(40))
+    alone.load_snapshot(tmp_path / "a")
+    assert answer(alone, prompt(40), greedy(1)).num_cached_tokens == 32
+
+
+def test_centroids_spare_a_draft_the_reading_of_its_embedding():
+    (_, dense), (_, sparse) = pair(), pair(True)
+    spared = dense.model.embed_tokens.weight.nbytes
+    added = sparse.masked_embedding.centroids.weight.nbytes
+    read = [draft_model.nbytes_read(each, 1) for each in (dense, sparse)]
+    assert read[0] - read[1] == spared - added
 
 
 def test_quantised_kv_are_read_as_the_model_reads_them(monkeypatch: pytest.MonkeyPatch):
@@ -194,6 +211,19 @@ def test_quantised_kv_are_read_as_the_model_reads_them(monkeypatch: pytest.Monke
     answer(engine, prompt(40), greedy(20))
     for logits, expected in rounds.with_expected(model, assistant):
         assert np.corrcoef(logits, expected)[0, 1] > 0.95
+
+
+def test_kernels_read_the_same(monkeypatch: pytest.MonkeyPatch):
+    model, assistant = pair(head_dim=32)
+    plain = answer(make_engine(model), prompt(36), greedy(20))
+    rounds = Rounds(monkeypatch)
+    with pure_metal():
+        engine = make_engine(model, draft_model=assistant)
+        engine.scheduler.speculation = eager(engine)
+        drafted = answer(engine, prompt(36), greedy(20))
+    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+    for logits, expected in rounds.with_expected(model, assistant):
+        np.testing.assert_allclose(logits, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_an_assistant_of_another_model_is_refused():

@@ -202,9 +202,6 @@ def drafting_engine(model: qwen3.Model, **options: Any) -> Engine:
             self.oracle = Oracle(model)
             self.counts: list[tuple[int, int]] = []
 
-        def acceptance(self, request: Any) -> float:
-            return 1.0
-
         def propose(self, request: Any, num_drafts: int) -> list[int]:
             begin = request.num_output_tokens
             right = list(self.oracle(request))[begin : begin + num_drafts]

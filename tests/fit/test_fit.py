@@ -16,12 +16,14 @@ from typing import Any
 
 import huggingface_hub
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
-from helpers.fake_hub import hub, write_model
+from helpers.fake_hub import hub, write_header, write_model
 from helpers.gguf_files import write_demo
 from helpers.mlx_lm_models import DEEPSEEK_V3, GEMMA3, GPT_OSS, LLAMA, Config, random_model
 from helpers.model_zoo.published import FULL_SIZE
 from helpers.qwen3_helpers import save_folder
+from mlx.utils import tree_flatten
 
 from mlx_paged.cli.fit.machine import Machine, _free_of_vm_stat, free_memory
 from mlx_paged.cli.fit.program import main, main_of_list
@@ -34,6 +36,7 @@ from mlx_paged.models import memory
 from mlx_paged.models.kv_cache import NUM_COPIES_AHEAD, make_kv_cache
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.memory import format_nbytes
+from mlx_paged.models.mlx_lm.draft_head import LAYOUTS, DraftHead
 from mlx_paged.options.config import KVBits
 
 GIB = 2**30
@@ -170,6 +173,7 @@ def test_a_gguf_file_is_as_large_as_its_model_in_memory(tmp_path: Path):
 
 def test_a_step_reads_the_experts_that_its_tokens_choose(large: Path):
     found = footprint(large)
+    fit = Fit(found, Machine.mac(64 * GIB, "M2 Max"), context=4096)
     bandwidth, launches = 400e9, 48 * 14 * 4e-6
     head = 151936 * 2048 * 4.5 / 8
     # Every expert has three matrices.
@@ -179,8 +183,67 @@ def test_a_step_reads_the_experts_that_its_tokens_choose(large: Path):
         num_experts = 128 * (1 - (1 - 8 / 128) ** num_seqs)
         nbytes = head + 48 * (attention + num_experts * expert)
         nbytes += num_seqs * 4096 * found.nbytes_per_token
-        speed = found.tokens_per_second(bandwidth, 4096, num_seqs)
+        speed = fit.tokens_per_second(num_seqs)
         assert speed == pytest.approx(num_seqs / (nbytes / bandwidth + launches), rel=0.01)
+
+
+# Heads
+
+
+HEAD = {
+    "projection": "mtp.fc",
+    "embedding_norm": "mtp.pre_fc_norm_embedding",
+    "hidden_norm": "mtp.pre_fc_norm_hidden",
+    "end_norm": "mtp.norm",
+    "layer": "mtp.layers.0",
+}
+
+
+@pytest.fixture(scope="module")
+def with_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as large as Qwen3-Next-80B-A3B in 4 bits, with its head."""
+    folder = tmp_path_factory.mktemp("hub") / "owner" / "next"
+    write_model(folder, FULL_SIZE["Qwen3-Next-80B-A3B"], bits=4)
+    head = DraftHead(model_of(folder), LAYOUTS["qwen3_next"])
+    nn.quantize(head, group_size=64, bits=4)
+    weights = {}
+    for name, weight in tree_flatten(head.parameters()):
+        part, _, rest = name.partition(".")
+        weights[f"{HEAD[part]}.{rest}"] = weight
+    (folder / "mtp").mkdir()
+    write_header(folder / "mtp" / "model.safetensors", weights)
+    return folder
+
+
+def test_a_head_counts_with_its_layer_and_the_rows_that_are_kept_for_it(with_head: Path):
+    outline = read_outline(with_head, draft_model="auto")
+    assert outline.draft_model is not None
+    plain, found = footprint(with_head), Footprint(outline.model, None, outline.draft_model)
+    # 4.5 bits a weight: the projection, attention with an output gate, 512 experts and one more.
+    attention = 2048 * 256 * (2 * 16 + 2 + 2) + 16 * 256 * 2048
+    num_weights = 2 * 2048 * 2048 + attention + 513 * 3 * 2048 * 512 + 2048 * 513
+    assert found.draft_nbytes == pytest.approx(num_weights * 4.5 / 8, rel=1e-3)
+    assert found.weight_nbytes == plain.weight_nbytes + found.draft_nbytes
+    # Two heads of 256 for K and V, and a row of 2,048 for each 16 tokens, in 16 bits.
+    per_token = 2 * 2 * 256 * 2 + 2048 * 2 // 16
+    assert found.nbytes_per_token == plain.nbytes_per_token + per_token
+    assert found.state_nbytes(4) == plain.state_nbytes(4) * 5 / 4
+
+
+def test_the_speed_with_drafts_follows_from_the_cost_of_their_rows(with_head: Path):
+    outline = read_outline(with_head, draft_model="auto")
+    found = Footprint(outline.model, None, outline.draft_model)
+    fit = Fit(found, Machine.mac(128 * GIB, "M1 Max"), context=4096)
+    plain, drafting = 1 / fit.tokens_per_second(1), 1.7 / fit.tokens_per_second(1, 1)
+    # Two rows of a mixture of experts cost 1.27 times one, and the wait 0.3 times.
+    a_pass = drafting - 1.57 * plain
+    output = 151_936 * 2048 * 4.5 / 8
+    chosen = (11 / 513) * (513 * 3 * 2048 * 512 * 4.5 / 8)
+    assert a_pass == pytest.approx((output + chosen) / 400e9 + 14 * 4e-6, rel=0.3)
+    sooner = Fit(found, Machine.mac(128 * GIB, "M5 Max"), context=4096)
+    assert sooner.tokens_per_second(1) > fit.tokens_per_second(1)
+    plain_fit = Fit(footprint(with_head), fit.machine, context=4096)
+    assert plain_fit.tokens_per_second(1) == pytest.approx(fit.tokens_per_second(1), rel=1e-3)
 
 
 # Verdicts
@@ -410,6 +473,7 @@ def test_json_has_the_same_in_bytes(large: Path, capsys: pytest.CaptureFixture[s
         (["demo", "--chip", "M9"], "unknown chip 'M9'; known: M1, M1 Pro"),
         (["demo", "--kv-bits", "3"], "argument --kv-bits"),
         (["demo", "--parallel", "0"], "argument --parallel"),
+        (["demo", "--draft-model", "auto"], "--draft-model: 'auto': "),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(
@@ -445,6 +509,18 @@ def test_a_repository_is_judged_before_it_is_downloaded(tmp_path: Path):
         missing = run("owner/missing", home=tmp_path / "home", endpoint=endpoint)
     assert missing.returncode == 2
     assert "no folder 'owner/missing', and the lookup on the hub failed" in missing.stderr
+
+
+def test_a_head_of_a_repository_is_judged_before_it_is_downloaded(with_head: Path, tmp_path: Path):
+    args = ("owner/next", "--memory", "128G", "--chip", "M1 Max", "--draft-model")
+    with hub(with_head.parents[1]) as endpoint:
+        done = run(*args, "auto", home=tmp_path / "home", endpoint=endpoint)
+    assert done.returncode == 0, done.stderr
+    size = format_nbytes(Footprint(model_of(with_head)).weight_nbytes)
+    assert f"  weights{size:>15}  79.7 billion parameters\n" in done.stdout
+    assert "  draft model     0.9 GB  qwen3_next, head\n" in done.stdout
+    words = r"with as many drafts per step as pay, an estimate: \d+ tokens/s alone with 2 \(if 70%"
+    assert re.search(words, done.stdout)
 
 
 def test_without_a_network_what_is_unknown_is_said(tmp_path: Path):

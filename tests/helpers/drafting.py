@@ -82,9 +82,6 @@ class RandomDrafter(Drafter):
         self.answer = answer
         self.seed = seed
 
-    def acceptance(self, completion: Completion) -> float:
-        return 0.5
-
     def propose(self, completion: Completion, num_drafts: int) -> list[int]:
         # No state: a request that comes again gets the same ones.
         rng = random.Random(f"{self.seed} {completion.seq_id} {completion.num_tokens}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -39,8 +39,13 @@ def write_model(folder: Path, config: dict[str, Any], bits: int | None = None) -
         nn.quantize(model, group_size=64, bits=bits)
         config = {**config, "quantization": {"group_size": 64, "bits": bits}}
     (folder / "config.json").write_text(json.dumps(config))
+    return write_header(folder / "model.safetensors", dict(tree_flatten(model.parameters())))
+
+
+def write_header(path: Path, weights: Mapping[str, mx.array]) -> int:
+    """Write a file of tensors with these shapes, and return the bytes that they would take."""
     header, end = {}, 0
-    for name, weight in tree_flatten(model.parameters()):
+    for name, weight in weights.items():
         offsets = [end, end + weight.nbytes]
         header[name] = {
             "dtype": _NAMES[weight.dtype],
@@ -49,7 +54,7 @@ def write_model(folder: Path, config: dict[str, Any], bits: int | None = None) -
         }
         end = offsets[1]
     text = json.dumps({"__metadata__": {"format": "mlx"}, **header}).encode()
-    with (folder / "model.safetensors").open("wb") as file:
+    with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + end)
     return end
@@ -70,8 +75,8 @@ def hub(root: Path) -> Iterator[str]:
 
         def _answer(self, has_body: bool) -> None:
             parts = self.path.split("?")[0].strip("/").split("/")
-            is_file = len(parts) == 5 and parts[2] == "resolve"
-            path = root / parts[0] / parts[1] / parts[4] if is_file else None
+            is_file = len(parts) >= 5 and parts[2] == "resolve"
+            path = root.joinpath(*parts[:2], *parts[4:]) if is_file else None
             if path is None or not path.is_file():
                 there = is_file and (root / parts[0] / parts[1]).is_dir()
                 self.send_response(404)

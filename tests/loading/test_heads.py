@@ -17,6 +17,8 @@ from mlx.utils import tree_flatten
 from mlx_paged.cache import KVCacheConfig, PagedKVCache, Sequences
 from mlx_paged.errors import ArgumentError
 from mlx_paged.loading import load, load_draft_model
+from mlx_paged.loading.outline import read_outline
+from mlx_paged.models.kv_cache import weight_nbytes
 from mlx_paged.models.language_model import LanguageModel, model_type_of
 from mlx_paged.models.mlx_lm.draft_head import LAYOUTS, DraftHead, text_model
 from mlx_paged.models.mlx_lm.gemma4_assistant import Assistant
@@ -163,6 +165,31 @@ def test_a_head_is_found_where_conversions_leave_it(
     name = put(folder, folder.published())
     target, tokenizer = load(folder.path)  # Its own weights load beside the head's.
     folder.check(load_draft_model(name, tokenizer, target))
+
+
+def test_a_head_has_kv_of_the_models_dtype(tmp_path: Path):
+    target = Folder(tmp_path / "target", "qwen3_5").target
+    target.set_dtype(mx.bfloat16)
+    head = DraftHead(target, LAYOUTS[model_type_of(target)])
+    assert [spec.format.dtype for spec in head.layer_specs] == [mx.bfloat16]
+
+
+@pytest.mark.parametrize("put", [in_a_file_beside, in_a_folder_of_its_own])
+def test_the_outline_of_a_head_is_as_large_as_the_head(
+    folder: Folder, put: Callable[[Folder, Tensors], Any]
+):
+    nn.quantize(folder.head, 32, 4, class_predicate=lambda name, _: name == "projection")
+    tensors = folder.published()
+    # As published: a copy of the model's embedding.
+    embedding = text_model(folder.target).model.embed_tokens.weight
+    tensors[f"{folder.prefix}embed_tokens.weight"] = embedding
+    name = put(folder, tensors)
+    outline = read_outline(folder.path, draft_model=name)
+    assert outline.num_bytes_to_download == 0
+    found = outline.draft_model
+    assert isinstance(found, DraftHead) and found.is_of(outline.model)
+    assert weight_nbytes(found) == weight_nbytes(folder.head)
+    assert found.layer_specs == folder.head.layer_specs
 
 
 @pytest.mark.parametrize("prefix", ["", "language_model.mtp.", "model.mtp.", "mtp.layers.0."])
@@ -339,7 +366,7 @@ def test_the_names_of_other_families(tmp_path: Path, kind: str):
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     path = tmp_path_factory.mktemp("folder") / "target"
-    target, _ = load(make_folder(path, config_of("gemma4_text")))
+    target, _ = load(make_folder(path, config_of("gemma4")))
     assert isinstance(target, LanguageModel)
     return target
 
@@ -371,6 +398,10 @@ def test_an_assistant_is_its_folder(tmp_path: Path, gemma: LanguageModel, bits: 
     ours, theirs = (dict(tree_flatten(each.parameters())) for each in (written, found))
     assert ours.keys() == theirs.keys()
     assert all(mx.array_equal(ours[name], theirs[name]) for name in ours)
+    assert gemma.path is not None
+    outline = read_outline(gemma.path, draft_model=tmp_path / "assistant")
+    assert isinstance(outline.draft_model, Assistant)
+    assert weight_nbytes(outline.draft_model) == weight_nbytes(found)
 
 
 def test_an_assistant_of_another_model_is_refused_by_name(

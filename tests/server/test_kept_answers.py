@@ -10,9 +10,10 @@ from helpers.agent_models import pieces_of
 
 from mlx_paged.answers.conversation_encoder import ConversationEncoder
 from mlx_paged.answers.dialect import AnswerFormat
+from mlx_paged.answers.template_traits import KEEPS_REASONING
 from mlx_paged.request import CompletionOutput
 from mlx_paged.server.kept_answers import keep_answer
-from mlx_paged.server.program import KEEPS_REASONING, setup_arg_parser, template_options
+from mlx_paged.server.program import setup_arg_parser, template_options
 
 QUESTION = {"role": "user", "content": "What is there?"}
 AGAIN = {"role": "user", "content": "And else?"}

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 from mlx_paged import SamplingParams
 from mlx_paged.engine.stats import CACHED, EngineView
-from mlx_paged.server.page import MAX_CELLS, cells_of, security_policy
+from mlx_paged.server.page import MAX_CELLS, security_policy
 from mlx_paged.server.service import Service
 
 
@@ -36,28 +36,28 @@ def decoded(cells: dict[str, object], name: str) -> list[int]:
 
 def test_a_cell_per_block_says_who_holds_it_and_what_is_cached():
     blocks = bytes([0, CACHED, 1, 3 | CACHED, 127])
-    cells = cells_of(EngineView(16, blocks, []), 5)
-    assert cells["blocks_per_cell"] == 1
-    assert decoded(cells, "held") == [0, 0, 255, 255, 255]
-    assert decoded(cells, "cached") == [0, 255, 0, 0, 0]
-    assert decoded(cells, "holders") == [0, 0, 1, 3, 127]
+    blocks_per_cell, cells = EngineView(16, blocks, []).cells(5)
+    assert blocks_per_cell == 1
+    assert list(cells["held"]) == [0, 0, 255, 255, 255]
+    assert list(cells["cached"]) == [0, 255, 0, 0, 0]
+    assert list(cells["holders"]) == [0, 0, 1, 3, 127]
 
 
 def test_cells_of_several_blocks_have_their_shares_and_the_last_has_what_is_left():
     blocks = bytes([0, CACHED, 1, 2, 2 | CACHED, 0, 0])
-    cells = cells_of(EngineView(16, blocks, []), 2)
-    assert cells["blocks_per_cell"] == 4
-    assert decoded(cells, "held") == [128, 85]
-    assert decoded(cells, "cached") == [64, 0]
-    assert decoded(cells, "holders") == [2, 2]
+    blocks_per_cell, cells = EngineView(16, blocks, []).cells(2)
+    assert blocks_per_cell == 4
+    assert list(cells["held"]) == [128, 85]
+    assert list(cells["cached"]) == [64, 0]
+    assert list(cells["holders"]) == [2, 2]
 
 
 @pytest.mark.parametrize("num_blocks", [0, 1, 4096, 4097, 100_000])
 def test_no_block_is_lost_in_cells(num_blocks: int):
     blocks = np.random.default_rng(num_blocks).choice([0, 1, 2, CACHED], num_blocks)
-    cells = cells_of(EngineView(16, blocks.astype(np.uint8).tobytes(), []), 4096)
-    held = np.array(decoded(cells, "held"))
-    assert len(held) == -(-num_blocks // cells["blocks_per_cell"]) <= 4096
+    blocks_per_cell, cells = EngineView(16, blocks.astype(np.uint8).tobytes(), []).cells(4096)
+    held = np.array(list(cells["held"]))
+    assert len(held) == -(-num_blocks // blocks_per_cell) <= 4096
     if num_blocks:
         # A share is rounded up by less than one part in 255.
         share = np.isin(blocks, (1, 2)).mean()

@@ -20,7 +20,7 @@ from helpers.servers import ask, is_idle, running_service, serving, wait_until
 from mlx_paged.request import MAX_PRIORITY, CompletionOutput, RequestOutput
 from mlx_paged.server import kept_answers
 from mlx_paged.server.app import App
-from mlx_paged.server.kept_answers import PAUSE, PIECE_LEN, IdlePrefill, Upcoming
+from mlx_paged.server.kept_answers import PAUSE, PIECE_LEN, IdlePrefill
 from mlx_paged.server.settings import ServerSettings
 
 MOST_BEYOND = 200  # tokens that a turn computes beyond what the client has added
@@ -224,7 +224,7 @@ def test_what_is_computed_ahead_is_given_up_when_a_request_comes_and_goes_on_aft
         tokens = [1] * (2 * PIECE_LEN + 100)
 
         def expect(key: bytes, num_known: int = 0) -> None:
-            prefill.expect(key, Upcoming(lambda: (tokens, num_known), {"user": "a"}))
+            prefill.expect(key, lambda: (tokens, num_known), {"user": "a"})
 
         async def until(lengths: list[int]) -> None:
             while engine.asked != lengths:

@@ -12,14 +12,19 @@ from mlx_paged.cli.program import Parser, import_first, run_program
 from mlx_paged.cli.streams import say, warnings_as_lines, write
 from mlx_paged.errors import ArgumentError
 from mlx_paged.options.argument_values import AT_LEAST_1
-from mlx_paged.options.config import KV_BITS_LISTED, KV_FORMAT, NBYTES, KVBits
+from mlx_paged.options.config import DEFAULT_KV, KV_BITS_LISTED, KV_FORMAT, NBYTES, KVBits
 
 if TYPE_CHECKING:
     from mlx_paged.cli.fit.machine import Machine
     from mlx_paged.cli.fit.verdict import Fit
     from mlx_paged.loading.outline import Outline
 
-_FLAGS = {"path_or_hf_repo": "MODEL", "kv_format": "--kv-bits", "max_model_len": "--context"}
+_FLAGS = {
+    "path_or_hf_repo": "MODEL",
+    "kv_format": "--kv-bits",
+    "max_model_len": "--context",
+    "draft_model": "--draft-model",
+}
 
 
 def setup_arg_parser(prog: str | None = None) -> Parser:
@@ -36,7 +41,8 @@ def setup_arg_parser(prog: str | None = None) -> Parser:
         help="a folder, a GGUF file, or a repo on the Hugging Face hub; demo is the bundled model",
     )
     parser.add_argument("--revision", help="branch, tag or commit of the repo")
-    _add_kv_bits(parser)
+    draft_help = "a draft model or head, which counts, too; auto for the head in the model's folder"
+    parser.add_argument("--draft-model", metavar="NAME", help=draft_help)
     context_help = "tokens of each conversation (default: the model's context length)"
     parser.add_value("--context", AT_LEAST_1, context_help, default=0)
     parallel_help = "the number of conversations at once (default: 1)"
@@ -46,7 +52,7 @@ def setup_arg_parser(prog: str | None = None) -> Parser:
         NBYTES,
         "the K/V budget, states included: 512M, 2G (default: as the other programs have it)",
     )
-    _add_machine(parser)
+    _add_bits_and_machine(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
     parser.add_version()
     return parser
@@ -62,31 +68,18 @@ def setup_list_parser(prog: str | None = None) -> Parser:
     )
     folder_help = "a folder of models, or a model's own folder"
     parser.add_argument("folders", metavar="FOLDER", nargs="*", help=folder_help)
-    _add_kv_bits(parser)
-    _add_machine(parser)
+    _add_bits_and_machine(parser)
     parser.add_version()
     return parser
 
 
-def _add_kv_bits(parser: Parser) -> None:
-    parser.add_argument(
-        "--kv-bits",
-        type=lambda text: KVBits.parse(KV_FORMAT.read_flag(text)),
-        metavar="N",
-        help=f"bits of K and V: {KV_BITS_LISTED} or K:8,V:4 (default: those of the model's "
-        "activations)",
-    )
-
-
-def _add_machine(parser: Parser) -> None:
-    parser.add_value(
-        "--memory",
-        NBYTES,
-        "judge for a Mac with this much memory instead of this machine: 16G, 128G",
-    )
-    parser.add_argument(
-        "--chip", help='estimate the speed for this chip: "M2 Max" (default: this machine\'s)'
-    )
+def _add_bits_and_machine(parser: Parser) -> None:
+    bits = f"{KV_BITS_LISTED} or K:8,V:4 (default: those of the model's activations)"
+    parser.add_value("--kv-bits", KV_FORMAT, f"bits of K and V: {bits}")
+    memory_help = "judge for a Mac with this much memory instead of this machine: 16G, 128G"
+    parser.add_value("--memory", NBYTES, memory_help)
+    chip_help = 'estimate the speed for this chip: "M2 Max" (default: this machine\'s)'
+    parser.add_argument("--chip", help=chip_help)
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
@@ -112,12 +105,10 @@ def main_of_list(argv: list[str] | None = None, prog: str | None = None) -> int:
 def _machine(args: argparse.Namespace) -> Machine:
     from mlx_paged.cli.fit.machine import BANDWIDTHS, Machine
 
-    chip = args.chip
-    if chip is not None:
-        chip = chip.removeprefix("Apple ")
-        known = dict.fromkeys(name.partition(" (")[0] for name in BANDWIDTHS)
-        if chip not in known:
-            raise ArgumentError(f"unknown chip {chip!r}; known: {', '.join(known)}", "chip")
+    chip = args.chip and args.chip.removeprefix("Apple ")
+    known = dict.fromkeys(name.partition(" (")[0] for name in BANDWIDTHS)
+    if chip not in (None, *known):
+        raise ArgumentError(f"unknown chip {chip!r}; known: {', '.join(known)}", "chip")
     return Machine.here(chip) if args.memory is None else Machine.mac(args.memory, chip)
 
 
@@ -126,10 +117,13 @@ def _judge(args: argparse.Namespace) -> int:
     import_first("mlx_paged.cli.fit.report")
     from mlx_paged.cli.fit.report import report
     from mlx_paged.cli.fit.verdict import Fit, Footprint
+    from mlx_paged.engine.speculation.draft_model import check_draft_model
     from mlx_paged.loading.outline import read_outline
 
-    machine, outline = _machine(args), read_outline(args.model, args.revision)
-    footprint = Footprint(outline.model, args.kv_bits)
+    machine = _machine(args)
+    outline = read_outline(args.model, args.revision, args.draft_model)
+    draft_model = check_draft_model(outline.draft_model, outline.model, DEFAULT_KV)
+    footprint = Footprint(outline.model, KVBits.parse(args.kv_bits), draft_model)
     fit = Fit(footprint, machine, args.context, args.parallel, args.kv_cache_bytes)
     ways_out = [] if fit.is_yes else fit.ways_out()
     if args.json:
@@ -147,6 +141,7 @@ def _as_json(outline: Outline, fit: Fit, ways_out: list[str]) -> dict[str, Any]:
         "parameters": footprint.num_parameters,
         "bytes_to_download": outline.num_bytes_to_download,
         "weights": footprint.weight_nbytes,
+        "weights_of_draft_model": footprint.draft_nbytes,
         "kv_per_token": footprint.nbytes_per_token,
         "kv_per_late_token": footprint.nbytes_per_late_token,
         "kv": fit.kv_nbytes,
@@ -170,5 +165,6 @@ def _as_json(outline: Outline, fit: Fit, ways_out: list[str]) -> dict[str, Any]:
 def _list(args: argparse.Namespace) -> int:
     from mlx_paged.cli.fit.report import list_models
 
-    write("".join(f"{line}\n" for line in list_models(args.folders, _machine(args), args.kv_bits)))
+    lines = list_models(args.folders, _machine(args), KVBits.parse(args.kv_bits))
+    write("".join(f"{line}\n" for line in lines))
     return 0

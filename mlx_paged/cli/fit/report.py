@@ -6,14 +6,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mlx_paged.cli.fit.machine import Machine
-from mlx_paged.cli.fit.verdict import LAUNCH_SECONDS, LAUNCHES_PER_LAYER, Fit, Footprint
+from mlx_paged.cli.fit.verdict import (
+    ACCEPTANCE,
+    LAUNCH_SECONDS,
+    LAUNCHES_PER_LAYER,
+    Fit,
+    Footprint,
+)
 from mlx_paged.errors import ArgumentError
 from mlx_paged.loading import LoadError
 from mlx_paged.loading.folder import find_local_model, is_model, local_repositories
 from mlx_paged.loading.gguf.files import is_later_part
 from mlx_paged.loading.outline import Outline, read_outline
 from mlx_paged.models.memory import format_nbytes
-from mlx_paged.options.config import KVBits
+from mlx_paged.options.config import DEFAULT_NUM_DRAFT_TOKENS, KVBits
 
 _REMEDY = "use a smaller model, or one with fewer bits per weight"
 
@@ -37,8 +43,10 @@ def _sizes(fit: Fit) -> Iterator[str]:
     if late != first:
         per_token = f"{late:,} bytes a token beyond the windows, {first:,} within them"
     count = f"{num / 1e9:.1f} billion" if num >= 1e8 else f"{num / 1e6:.1f} million"
+    drafter = getattr(footprint.draft_model, "description", "")
     for name, nbytes, what in (
-        ("weights", footprint.weight_nbytes, f"{count} parameters"),
+        ("weights", footprint.weight_nbytes - footprint.draft_nbytes, f"{count} parameters"),
+        ("draft model", footprint.draft_nbytes, drafter),
         ("K/V", fit.kv_nbytes, f"{whose}; {per_token}, {bits}"),
         ("states", fit.state_nbytes, "of recurrent layers, all copies included"),
         ("activations", fit.activations, "of the largest step, estimated"),
@@ -64,22 +72,34 @@ def _machine_line(fit: Fit) -> str:
 
 def _context_lines(fit: Fit) -> Iterator[str]:
     """The context that fits, and the speed where the bandwidth is known."""
-    contexts, speeds, bandwidth = [], [], fit.machine.bandwidth
-    for n in dict.fromkeys((1, fit.num_seqs)):
+    contexts, numbers, bandwidth = [], dict.fromkeys((1, fit.num_seqs)), fit.machine.bandwidth
+    for n in numbers:
         tokens = fit.longest_context(n)
         whole = ", the model's whole context" if tokens == fit.footprint.context_length else ""
         who = "one conversation" if n == 1 else f"each of {n}"
         contexts.append(f"{tokens:,} tokens for {who}{whole}")
-        if bandwidth is not None:
-            speed = fit.footprint.tokens_per_second(bandwidth, fit.context, n)
-            speeds.append(f"{speed:.0f} tokens/s {'alone' if n == 1 else f'at {n} together'}")
     yield f"context that fits: {'; '.join(contexts)}"
-    if bandwidth is not None:
+    if bandwidth is None:
+        return
+    speeds = ", ".join(_speed(fit, n, 0) for n in numbers)
+    yield (
+        f"speed at that context, an estimate at most: {speeds} (bytes read over "
+        f"{bandwidth / 1e9:g} GB/s, and {LAUNCHES_PER_LAYER} launches of "
+        f"{LAUNCH_SECONDS * 1e6:g} us per layer; not measured on a Mac)"
+    )
+    if fit.footprint.draft_model is not None:
+        speeds = ", ".join(_speed(fit, n, DEFAULT_NUM_DRAFT_TOKENS) for n in numbers)
         yield (
-            f"speed at that context, an estimate at most: {', '.join(speeds)} (bytes read over "
-            f"{bandwidth / 1e9:g} GB/s, and {LAUNCHES_PER_LAYER} launches of "
-            f"{LAUNCH_SECONDS * 1e6:g} us per layer; not measured on a Mac)"
+            f"speed with as many drafts per step as pay, an estimate: {speeds} (if "
+            f"{ACCEPTANCE:.0%} of drafts are accepted where those before them are)"
         )
+
+
+def _speed(fit: Fit, num_seqs: int, most: int) -> str:
+    """The speed with the number of drafts that gives the most tokens."""
+    speed, best = max((fit.tokens_per_second(num_seqs, n), n) for n in range(most + 1))
+    where = "alone" if num_seqs == 1 else f"at {num_seqs} together"
+    return f"{speed:.0f} tokens/s {where}" + f" with {best or 'none'}" * (most > 0)
 
 
 def _verdict(fit: Fit, ways_out: list[str]) -> str:
@@ -92,9 +112,8 @@ def _verdict(fit: Fit, ways_out: list[str]) -> str:
     if fit.loads:
         held = fit.longest_context(1)
         return f"no: the weights leave memory for {held:,} tokens of K/V; {_REMEDY}"
-    limit = f"the {format_nbytes(machine.recommended)} that Metal recommends"
-    if not machine.recommended:
-        limit = f"{format_nbytes(machine.memory)} of memory"
+    limit = format_nbytes(machine.limit)
+    limit = f"the {limit} that Metal recommends" if machine.recommended else f"{limit} of memory"
     return f"no: the weights alone exceed {limit}; {_REMEDY}"
 
 

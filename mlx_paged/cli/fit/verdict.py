@@ -5,22 +5,37 @@ whether a number of conversations of a given length fit, or what would make them
 from __future__ import annotations
 
 from bisect import bisect_left
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from mlx_paged.cache import KVCacheConfig, group_layers
+from mlx_paged.cache import KVCacheConfig
 from mlx_paged.cli.fit.machine import Machine
 from mlx_paged.core.block_need import BlockNeed
-from mlx_paged.engine.speculation.draft_model import nbytes_read, num_parameters_of
+from mlx_paged.engine.speculation.draft_model import cost_of, nbytes_read, num_parameters_of
+from mlx_paged.engine.speculation.speculation import WAITING_SHARE
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.activations import activation_nbytes, default_activation_nbytes
 from mlx_paged.models.context_length import context_length
-from mlx_paged.models.kv_cache import NUM_COPIES_AHEAD, stored_as, weight_nbytes
+from mlx_paged.models.kv_cache import (
+    NUM_COPIES_AHEAD,
+    NUM_COPIES_BEFORE_DRAFTS,
+    layers_of,
+    weight_nbytes,
+)
 from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.options.config import DEFAULT_BLOCK_SIZE, DEFAULT_MAX_NUM_BATCHED_TOKENS, KVBits
+from mlx_paged.options.config import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    KVBits,
+)
 
 # Dependent kernels in a layer's decode, and the time to launch one; both assumed.
 LAUNCHES_PER_LAYER = 14
 LAUNCH_SECONDS = 4e-6
+_SECONDS_PER_LAYER = LAUNCHES_PER_LAYER * LAUNCH_SECONDS
+# The share of drafts that are accepted where those before them are; assumed. For the first draft of
+# a head, 0.45 to 0.94 are published.
+ACCEPTANCE = 0.7
 # In the order of their loss of quality.
 _FEWER_BITS = (("8", KVBits(8, 8)), ("K:8,V:4", KVBits(8, 4)), ("4", KVBits(4, 4)))
 # A shorter context is not suggested.
@@ -29,14 +44,18 @@ _CONTEXT_STEP = 256
 _BUDGET_STEP = 2**28
 
 
+@dataclass
 class Footprint:
     """The sizes of a model with K/V in a format.
 
     Args:
         model: its weights need not be read.
         kv_bits: of K and V; ``None`` for the dtype of the model's activations.
+        draft_model: a model or a head that drafts, which counts, too.
 
     Attributes:
+        draft_nbytes: weights of the draft model, which are among ``weight_nbytes``.
+        draft_share: of the K/V of a token, those of the draft model.
         context_length: the model's own, in tokens.
         nbytes_per_token: K/V of a token in all layers.
         nbytes_per_late_token: K/V that one more token adds to a sequence that exceeds all windows:
@@ -46,21 +65,30 @@ class Footprint:
         ArgumentError: rows of the model can't be stored in these bits.
     """
 
-    def __init__(self, model: LanguageModel, kv_bits: KVBits | None = None):
-        self.model, self.kv_bits = model, kv_bits
-        layers = stored_as(kv_bits, model.layer_specs)
-        groups = group_layers(layers, DEFAULT_BLOCK_SIZE, None)
-        self.one_block = KVCacheConfig(tuple(layers), DEFAULT_BLOCK_SIZE, 1, groups)
-        self.num_parameters, self.weight_nbytes = num_parameters_of(model), weight_nbytes(model)
+    model: LanguageModel
+    kv_bits: KVBits | None = None
+    draft_model: LanguageModel | None = None
+
+    def __post_init__(self) -> None:
+        model, draft_model = self.model, self.draft_model
+        models = [model] if draft_model is None else [model, draft_model]
+        layers, groups = layers_of(models, self.kv_bits, DEFAULT_BLOCK_SIZE)
+        self.one_block = block = KVCacheConfig(tuple(layers), DEFAULT_BLOCK_SIZE, 1, groups)
+        self.num_parameters = num_parameters_of(model)
+        self.draft_nbytes = 0 if draft_model is None else weight_nbytes(draft_model)
+        self.weight_nbytes = weight_nbytes(model) + self.draft_nbytes
         self.context_length = context_length(model.args)
-        self.nbytes_per_token = self.one_block.nbytes_per_token
-        late = [layer.nbytes_per_token for layer in layers if layer.window is None]
+        self.nbytes_per_token = block.nbytes_per_token
+        late = [each.nbytes_per_token for each in layers if block.keeps_all or each.window is None]
         self.nbytes_per_late_token = sum(late)
+        of_draft = layers[len(model.layer_specs) :]
+        self.draft_share = sum(each.nbytes_per_token for each in of_draft) / self.nbytes_per_token
         self._need = BlockNeed(self.one_block.retentions, DEFAULT_BLOCK_SIZE)
 
     def state_nbytes(self, num_seqs: int) -> int:
         """States of recurrent layers, including all copies that exist at once."""
-        return num_seqs * NUM_COPIES_AHEAD * self.model.state_nbytes
+        copies = NUM_COPIES_AHEAD + (NUM_COPIES_BEFORE_DRAFTS if self.draft_model else 0)
+        return num_seqs * copies * self.model.state_nbytes
 
     def kv_nbytes(self, num_tokens: int, num_seqs: int) -> int:
         """K/V of sequences of ``num_tokens`` each, in whole blocks."""
@@ -87,17 +115,6 @@ class Footprint:
         if blocks < 1:
             return 0
         return min(self._need.max_num_tokens(blocks), self.context_length)
-
-    # Speed
-
-    def tokens_per_second(self, bandwidth: float, num_tokens: int, num_seqs: int) -> float:
-        """An estimate of the decode throughput of ``num_seqs`` sequences of ``num_tokens``: a step
-        takes its bytes over ``bandwidth``, in bytes per second, plus its kernel launches.
-        """
-        nbytes = nbytes_read(self.model, num_seqs)
-        nbytes += self.kv_nbytes(num_tokens, num_seqs) + 2 * num_seqs * self.model.state_nbytes
-        seconds = nbytes / bandwidth + self.model.num_layers * LAUNCHES_PER_LAYER * LAUNCH_SECONDS
-        return num_seqs / seconds
 
 
 @dataclass
@@ -152,23 +169,46 @@ class Fit:
         """The most tokens for each of these conversations; 0 if the weights leave too little."""
         return self.footprint.num_tokens(self.budget, num_seqs) if self.budget > 0 else 0
 
+    def tokens_per_second(self, num_seqs: int, num_drafts: int = 0) -> float:
+        """An estimate of the decode throughput of this number of conversations: a step takes its
+        bytes over the machine's bandwidth, which has to be known, plus its kernel launches.
+
+        Args:
+            num_drafts: of each sequence in a step. Their rows, and the wait for the step, cost what
+                an engine assumes for the chip; ``ACCEPTANCE`` says how many are accepted.
+        """
+        footprint, model, bandwidth = self.footprint, self.footprint.model, self.machine.bandwidth
+        assert bandwidth is not None
+        kv_nbytes, draft_share = footprint.kv_nbytes(self.context, num_seqs), footprint.draft_share
+        nbytes = nbytes_read(model, num_seqs) + (1 - draft_share) * kv_nbytes
+        nbytes += 2 * num_seqs * model.state_nbytes
+        seconds = nbytes / bandwidth + model.num_layers * _SECONDS_PER_LAYER
+        if num_drafts and (draft := footprint.draft_model) is not None:
+            chip, num_rows = self.machine.chip, num_seqs * (1 + num_drafts)
+            step, draft_pass = cost_of(model, chip), cost_of(draft, chip)
+            seconds *= step.of(num_rows) / step.of(num_seqs) + WAITING_SHARE
+            nbytes = draft_pass.of(num_seqs) + draft_share * kv_nbytes
+            seconds += num_drafts * (nbytes / bandwidth + draft.num_layers * _SECONDS_PER_LAYER)
+        return num_seqs * sum(ACCEPTANCE**depth for depth in range(num_drafts + 1)) / seconds
+
     def ways_out(self) -> list[str]:
         """Flags of this program with which it fits, least costly first; empty if none helps.
 
         The budget is the least one, in steps of ``_BUDGET_STEP``, that holds the conversations and
         leaves memory for activations; a context is the longest one, in steps of ``_CONTEXT_STEP``.
         """
-        left = self.machine.limit - self.footprint.weight_nbytes - self.activations
+        before = self.footprint
+        left = self.machine.limit - before.weight_nbytes - self.activations
         budgets = range(_BUDGET_STEP, left + 1, _BUDGET_STEP)
         place = bisect_left(budgets, True, key=lambda n: replace(self, kv_cache_bytes=n).is_yes)
         found = [f"--kv-cache-bytes {n / 2**30:g}G" for n in budgets[place : place + 1]]
         for flag, bits in _FEWER_BITS:
-            footprint = _stored(self.footprint.model, bits)
-            if footprint is None or footprint.nbytes_per_token >= self.footprint.nbytes_per_token:
-                continue
-            if replace(self, footprint=footprint).is_yes:
-                found.append(f"--kv-bits {flag}")
-                break
+            with suppress(ArgumentError):  # where rows can't be stored in these bits
+                stored = Footprint(before.model, bits, before.draft_model)
+                is_less = stored.nbytes_per_token < before.nbytes_per_token
+                if is_less and replace(self, footprint=stored).is_yes:
+                    found.append(f"--kv-bits {flag}")
+                    break
         contexts = range(_LEAST_CONTEXT, self.context + 1, _CONTEXT_STEP)
         for num_seqs in dict.fromkeys((self.num_seqs, 1)):
             fit = replace(self, num_seqs=num_seqs)
@@ -180,10 +220,3 @@ class Fit:
 
     def _is_too_long(self, context: int) -> bool:
         return not replace(self, context=context).is_yes
-
-
-def _stored(model: LanguageModel, bits: KVBits) -> Footprint | None:
-    try:
-        return Footprint(model, bits)
-    except ArgumentError:
-        return None

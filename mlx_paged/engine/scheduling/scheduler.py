@@ -172,6 +172,7 @@ class Scheduler:
         if self._queues.completions.get(completion.seq_id) is completion:
             self._queues.remove(completion)
             self._prefix_cache.end(completion)
+            self.speculation.end(completion, self._block_size)
             if completion.seq_id in self.manager.tables:
                 self.manager.free(completion.seq_id)
             self.swap_space.release(completion.seq_id)

@@ -21,8 +21,8 @@ from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.request import PENDING_TOKEN, Completion
 from mlx_paged.engine.sampling.sampler import draw_drafts
 from mlx_paged.engine.scheduling.batch import Batch, Scheduled
+from mlx_paged.engine.speculation.draft_record import DraftRecord
 from mlx_paged.engine.speculation.speculation import (
-    ACCEPTANCE_RATE,
     NO_COST,
     NO_SPECULATION,
     PROMPT_LOOKUP,
@@ -37,14 +37,9 @@ from mlx_paged.models.kv_cache import weight_nbytes
 from mlx_paged.models.language_model import LanguageModel, model_type_of
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.models.mlx_lm.draft_head import Head
-from mlx_paged.ops import AttentionMetadata, device
+from mlx_paged.ops import AttentionMetadata, StateRow, StepState, device
 from mlx_paged.options.argument_values import kind_of
 
-# The acceptance is unknown before the first drafts, and a user of a draft model expects it to be
-# high. The estimate returns to this value over time, so that a request whose drafts did not pay off
-# tries again later.
-FIRST_MODEL_ACCEPTANCE = 0.8
-FORGETTING_RATE = 1 / 256
 # The most tokens that lack K/V of the model when it makes drafts. They are computed in the first
 # pass, which delays the step.
 MAX_MISSING_TOKENS = 512
@@ -126,6 +121,10 @@ class DraftModel(Drafter):
     cache are assumed to contain its K/V; if they don't, drafts are worse, and the output is the
     same.
 
+    A recurrent model drafts for another one. Its states are immutable, so those of drafts are
+    dropped, and each round continues after known tokens. Beside each checkpoint of the target is
+    its own state there, if it has computed the tokens; elsewhere it begins with an empty one.
+
     Each draft is sampled with the same key and settings as the target's token will be, so that both
     tend to choose the same token if their distributions are similar.
 
@@ -133,21 +132,31 @@ class DraftModel(Drafter):
         model: with the same vocabulary as the target.
         cache: includes the layers of ``model``, after those of the target.
         manager: of the block tables of the cache's sequences.
+
+    Attributes:
+        takes_normed: whether :meth:`follow` takes hidden rows after the target's last norm;
+            ``None`` if it takes none.
     """
+
+    takes_normed: bool | None = None
 
     def __init__(self, model: LanguageModel, cache: KVCache, manager: KVCacheManager):
         self.model = model
+        self._is_recurrent = model.state_nbytes > 0
         self.cache = cache
         self._manager = manager
         self._layers = slice(len(cache.layers) - len(model.layer_specs), None)
 
     # As a drafter
 
-    def acceptance(self, completion: Completion) -> float:
+    # A user of a draft model expects most drafts to be accepted.
+    first_acceptance = 0.8
+
+    def acceptances(self, completion: Completion, record: DraftRecord) -> Sequence[float]:
+        record.forget_old(completion.num_tokens)
         state = self._state_of(completion, completion.num_computed_tokens)
-        state.forget(completion.num_tokens)
         num_missing = completion.num_tokens - min(state.num_computed, completion.num_tokens)
-        return state.acceptance if num_missing <= MAX_MISSING_TOKENS else 0.0
+        return record.acceptances if num_missing <= MAX_MISSING_TOKENS else ()
 
     def propose(self, completion: Completion, num_drafts: int) -> list[int]:
         """Placeholders for drafts, which :meth:`run` makes when the step is launched."""
@@ -160,33 +169,67 @@ class DraftModel(Drafter):
     def note(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
         state = self._state_of(completion, completion.num_computed_tokens)
         state.num_computed = min(state.num_computed, completion.num_computed_tokens)
-        if not state.drafts:
-            return  # They were known without the model.
-        state.num_seen = completion.num_tokens
-        for _ in range(num_accepted):
-            state.acceptance += (1 - state.acceptance) * ACCEPTANCE_RATE
-        if num_accepted < num_drafts:
-            state.acceptance -= state.acceptance * ACCEPTANCE_RATE
+        # Others were known without the model.
+        if state.drafts and completion.draft_record is not None:
+            completion.draft_record.observe_drafts(num_drafts, num_accepted)
+        super().note(completion, num_drafts, num_accepted)
 
     # In a step
 
-    def run(self, batch: Batch) -> None:
-        """Launch the computation of the prompts and drafts of a step, without waiting for them."""
+    def run(self, batch: Batch, states: Sequence[StepState] | None) -> None:
+        """Launch the computation of the prompts and drafts of a step, without waiting for them.
+
+        Args:
+            states: of the target's recurrent layers.
+        """
         runs, drafted = [], []
-        for part in batch.scheduled:
+        for number, part in enumerate(batch.scheduled):
             state = self._state_of(part.completion, part.start)
             # K/V after it were lost to a preemption or a rollback.
-            begin = state.num_computed = min(state.num_computed, part.start)
+            state.num_computed = min(state.num_computed, part.start)
+            cuts: list[int] = []
+            if self._is_recurrent and states is not None:
+                state.fall_back(part.start, states[number].before)
+                first = part.start - state.num_computed
+                cuts = [first + cut for cut in states[number].cuts]
+            begin = state.num_computed
             end = part.start + part.num_new_tokens - len(part.draft_token_ids)
             num_drafts = part.draft_token_ids.count(PENDING_TOKEN)
             state.drafts = []
             if num_drafts:
                 drafted.append((part.completion, state, num_drafts))
             if num_drafts or (end - begin > 1 and begin == part.start):
-                runs.append(DraftRun(part.completion, begin, end, int(num_drafts > 0)))
+                runs.append(DraftRun(part.completion, begin, end, int(num_drafts > 0), cuts))
         if runs:
             made = self._compute(runs, known_tokens(runs), None, batch.shares_new_blocks)
+            if self._is_recurrent:
+                kept = [
+                    self._state_of(run.completion, run.begin).keep_state(run.end) for run in runs
+                ]
+                mx.async_eval([row.stack.leaves for row in kept])
             self._draw(drafted, *made)
+
+    def follow(
+        self,
+        batch: Batch,
+        tokens: mx.array,
+        hidden: mx.array | None,
+        states: Sequence[StepState] | None,
+    ) -> None:
+        """Called when the model's part of a step is launched.
+
+        Args:
+            tokens: ``[num_tokens]``, of the step.
+            hidden: ``[num_tokens, hidden_size]``, for a head.
+            states: of the target's recurrent layers. Checkpoints get those of the draft model.
+        """
+        if not self._is_recurrent or states is None:
+            return
+        for part, made in zip(batch.scheduled, states, strict=True):
+            state = self._state_of(part.completion, part.start)
+            for cut, row in zip(made.cuts, made.at_cuts, strict=True):
+                row.of_draft_model = state.at_cuts.get(part.start + cut)
+            state.at_cuts = {}
 
     def _draw(
         self,
@@ -248,16 +291,29 @@ class DraftModel(Drafter):
         Returns:
             Logits ``[num_drafted, vocab_size]`` of the runs that request them, and a head's rows.
         """
-        for run in runs:
-            self._state_of(run.completion, run.begin).num_computed = run.end
-        with self._open_pass(runs, shares_new_blocks) as step:
+        states = [self._state_of(run.completion, run.begin) for run in runs]
+        made = None
+        if self._is_recurrent:
+            pairs = zip(states, runs, strict=True)
+            made = [StepState(state.newest, run.cuts) for state, run in pairs]
+        with self._open_pass(runs, shares_new_blocks, made) as step:
             layers = self.cache.layers[self._layers]
             logits = self.model(tokens, layers, step.logit_rows)
             self._launch(logits)
+        for number, (state, run) in enumerate(zip(states, runs, strict=True)):
+            state.num_computed = run.end
+            if made is not None:
+                state.newest = made[number].after
+                places = [run.begin + cut for cut in run.cuts]
+                state.at_cuts.update(zip(places, made[number].at_cuts, strict=True))
         return logits, None
 
     def _open_pass(
-        self, runs: Sequence[DraftRun], shares_new_blocks: bool, reads_only: bool = False
+        self,
+        runs: Sequence[DraftRun],
+        shares_new_blocks: bool,
+        states: list[StepState] | None = None,
+        reads_only: bool = False,
     ) -> AbstractContextManager[AttentionMetadata]:
         groups = self._manager.groups
         return self.cache.open_step(
@@ -267,6 +323,7 @@ class DraftModel(Drafter):
             shares_new_blocks,
             layers=self._layers,
             context_lens=[run.end for run in runs],
+            states=states,
             reads_only=reads_only,
         )
 
@@ -280,7 +337,10 @@ class DraftModel(Drafter):
     def _state_of(self, completion: Completion, num_computed: int) -> DraftState:
         state = completion.draft_state
         if not isinstance(state, DraftState):
-            state = DraftState(num_computed=num_computed, num_seen=completion.num_tokens)
+            state = DraftState(num_computed)
+            first = completion.request.completions[0].draft_state
+            if isinstance(first, DraftState):  # It was forked from the first completion.
+                state.states = list(first.states)
             completion.draft_state = state
         return state
 
@@ -292,6 +352,7 @@ class DraftRun(NamedTuple):
     begin: int
     end: int
     num_logit_rows: int
+    cuts: Sequence[int] = ()  # after how many of them a recurrent model leaves a state
 
 
 def known_tokens(runs: Sequence[DraftRun]) -> mx.array:
@@ -306,23 +367,42 @@ class DraftState:
 
     Attributes:
         num_computed: tokens with K/V of the draft model, or from the prefix cache.
-        num_seen: tokens of the request when its acceptance was last updated.
         drafts: of the newest step: an array of tokens and an index into it for each.
+        states: of a recurrent model, each with the number of its tokens: before and after its
+            newest run of known tokens. The target may fall back to the first.
+        newest: its state after the newest pass, which may include drafts.
+        at_cuts: its states at the checkpoints of the step, by the number of their tokens.
     """
 
     num_computed: int
-    num_seen: int
-    acceptance: float = FIRST_MODEL_ACCEPTANCE
     drafts: list[tuple[mx.array, int]] = field(default_factory=list)
+    states: list[tuple[int, StateRow | None]] = field(default_factory=list)
+    newest: StateRow | None = None
+    at_cuts: dict[int, StateRow] = field(default_factory=dict)
+
+    def fall_back(self, start: int, before: StateRow | None) -> None:
+        """Go back to the newest state before a step of the target.
+
+        Args:
+            start: the first token that the step computes.
+            before: the target's state there.
+        """
+        self.states = [each for each in self.states if each[0] <= start]
+        if not self.states:  # Of another request, or lost.
+            self.states = [(start, None if before is None else before.of_draft_model)]
+        self.num_computed, self.newest = self.states[-1]
+        self.at_cuts = {}
+
+    def keep_state(self, num_tokens: int) -> StateRow:
+        """Keep the state after a run of known tokens, in a stack of its own."""
+        assert self.newest is not None
+        row = self.newest.alone()
+        self.states = [self.states[-1], (num_tokens, row)]
+        return row
 
     def read_drafts(self) -> list[int]:
         """The drafts of the newest step, once they are computed."""
         return [cast(list[int], tokens.tolist())[entry] for tokens, entry in self.drafts]
-
-    def forget(self, num_tokens: int) -> None:
-        for _ in range(min(num_tokens - self.num_seen, 1000)):
-            self.acceptance += (FIRST_MODEL_ACCEPTANCE - self.acceptance) * FORGETTING_RATE
-        self.num_seen = num_tokens
 
 
 def speculation_of(
@@ -364,8 +444,8 @@ def check_draft_model(draft_model: object, model: LanguageModel, kv: str) -> Lan
     """Check that ``draft_model``, if there is one, can make drafts for ``model``.
 
     Raises:
-        ArgumentError: it is not a model, its vocabulary differs, it has recurrent layers, or the
-            cache is not a paged one.
+        ArgumentError: it is not a model, its vocabulary differs, only it has recurrent layers, or
+            the cache is not a paged one.
     """
     if draft_model is None:
         return None
@@ -381,11 +461,12 @@ def check_draft_model(draft_model: object, model: LanguageModel, kv: str) -> Lan
             f"has a vocabulary of {draft_model.args.vocab_size} tokens, the model one of "
             f"{model.args.vocab_size}; they must be the same"
         )
-    elif draft_model.state_nbytes:
+    elif draft_model.state_nbytes and not model.state_nbytes:
         problem = (
-            f"can't be a {model_type_of(draft_model)}: its recurrent state can't be rolled back "
-            "when drafts are rejected; use a model of attention layers only, or leave draft_model "
-            "out: then drafts are looked up in a request's own tokens"
+            f"can't be a {model_type_of(draft_model)}, which is recurrent, for a "
+            f"{model_type_of(model)}, which is not: its states are kept beside those of the "
+            "model; use a model of attention layers only, or leave draft_model out: then drafts "
+            "are looked up in a request's own tokens"
         )
     elif isinstance(draft_model, Head) and not draft_model.is_of(model):
         problem = "is a head of another model; load it for this one"
@@ -404,39 +485,44 @@ def check_draft_model(draft_model: object, model: LanguageModel, kv: str) -> Lan
     return draft_model
 
 
-def cost_of(model: LanguageModel) -> StepCost:
-    """The cost of a step of a model on the default device."""
+def cost_of(model: LanguageModel, chip: str | None = None) -> StepCost:
+    """The cost of a step of a model on a chip, such as ``"M2 Max"``, in bytes that are read; by
+    default on the default device, in any unit.
+    """
     shared = model.shared_output if isinstance(model, Head) else None
     num_parameters = num_parameters_of(model)
     if shared is not None:
         num_parameters += num_parameters_of(shared)
-    if device.is_cpu():
+    if chip is None and device.is_cpu():
         # Weights are multiplied once per row, in addition to the overhead of the operations.
         per_row = num_parameters + CPU_WEIGHTS_PER_LAYER_AND_ROW * model.num_layers
         return StepCost.linear(CPU_WEIGHTS_PER_LAYER * model.num_layers, per_row)
     bits = 8 * weight_nbytes(model, shared) / num_parameters
     read = nbytes_read(model, 1) + (0 if shared is None else weight_nbytes(shared))
-    return StepCost.relative(row_costs(bits, bool(num_experts_per_token(model))), read)
+    return StepCost.relative(row_costs(bits, bool(num_experts_per_token(model)), chip), read)
 
 
-def row_costs(bits: float, is_mixture: bool) -> Mapping[int, float]:
-    """The row of ``ROW_COSTS`` for this machine's GPU.
+def row_costs(bits: float, is_mixture: bool, chip: str | None = None) -> Mapping[int, float]:
+    """The row of ``ROW_COSTS`` for a chip, by default for this machine's GPU.
 
     Args:
         bits: the average of a weight, with scales and biases.
         is_mixture: of experts.
     """
-    gpu, newest = device.apple_gpu(), max(CHIPS)
-    if gpu is None:
-        chip = DEAREST_CHIP
-    else:
-        chip = CHIPS[min(max(gpu.generation, min(CHIPS)), newest)]
-        if gpu.is_ultra and f"{chip} Ultra" in ROW_COSTS:
-            chip = f"{chip} Ultra"
+    chip = chip or _chip_here()
+    chip = chip if chip in ROW_COSTS else chip.partition(" ")[0]
     if is_mixture:
         return ROW_COSTS[chip]["mixture"]
     kinds = {4.0: "2 bits", 8.0: "4 bits", 12.0: "8 bits"}
     return ROW_COSTS[chip][next((kind for most, kind in kinds.items() if bits < most), "16 bits")]
+
+
+def _chip_here() -> str:
+    gpu = device.apple_gpu()
+    if gpu is None:
+        return DEAREST_CHIP
+    chip = CHIPS[min(max(gpu.generation, min(CHIPS)), max(CHIPS))]
+    return f"{chip} Ultra" if gpu.is_ultra else chip
 
 
 def nbytes_read(model: LanguageModel, num_rows: int) -> int:
@@ -453,6 +539,7 @@ def nbytes_read(model: LanguageModel, num_rows: int) -> int:
         isinstance(each, nn.Linear | nn.QuantizedLinear) and each.weight.shape[0] == vocab_size
         for each in modules
     )
+    has_head = has_head or (isinstance(model, Head) and not model.reads_embedding)
     total = 0
     for each in modules:
         # Its own arrays, without those of its submodules.

@@ -15,6 +15,7 @@ from mlx_paged.engine.request import PENDING_TOKEN, Completion
 from mlx_paged.engine.scheduling.batch import Batch
 from mlx_paged.engine.speculation.draft_model import DraftModel, DraftRun, DraftState, known_tokens
 from mlx_paged.models.mlx_lm.draft_head import Head
+from mlx_paged.ops import StepState
 
 # Rows that are kept although the head has computed their tokens: a recurrent model computes up to
 # this many tokens again when a draft is rejected.
@@ -82,9 +83,6 @@ class HeadDrafter(DraftModel):
         model: the head.
         cache: has the head's layer and that of hidden rows last.
         manager: of the block tables of the cache's sequences.
-
-    Attributes:
-        takes_normed: whether :meth:`follow` takes rows after the model's last norm.
     """
 
     model: Head
@@ -117,7 +115,7 @@ class HeadDrafter(DraftModel):
                 stacklevel=2,
             )
 
-    def run(self, batch: Batch) -> None:
+    def run(self, batch: Batch, states: Sequence[StepState] | None) -> None:
         """Launch the computation of the drafts of a step, before the model's."""
         runs, drafted = [], []
         size = self.cache.config.block_size
@@ -138,14 +136,17 @@ class HeadDrafter(DraftModel):
             made = self._catch_up(runs, known_tokens(runs), batch.shares_new_blocks)
             self._draw(drafted, *made)
 
-    def follow(self, batch: Batch, tokens: mx.array, hidden: mx.array) -> None:
+    def follow(
+        self,
+        batch: Batch,
+        tokens: mx.array,
+        hidden: mx.array | None,
+        states: Sequence[StepState] | None,
+    ) -> None:
         """Keep the hidden rows of a step, and compute the head's K/V of prompts and of blocks that
         are full now: others may hit them.
-
-        Args:
-            tokens: ``[num_tokens]``, of the step.
-            hidden: ``[num_tokens, hidden_size]``.
         """
+        assert hidden is not None
         self._keep_last_rows(batch, hidden)
         size = self.cache.config.block_size
         runs: list[DraftRun] = []
@@ -200,7 +201,7 @@ class HeadDrafter(DraftModel):
     ) -> tuple[mx.array, mx.array | None]:
         """Compute the head's K/V of known tokens ``[num_tokens]``, from the model's rows."""
         rows: list[mx.array] = []
-        for completion, begin, end, _ in runs:
+        for completion, begin, end, *_ in runs:
             state = self._state_of(completion, begin)
             first = begin - 1
             if not state.rows or state.rows[0].begin > first:
@@ -224,7 +225,7 @@ class HeadDrafter(DraftModel):
 
     def _shorten_rows(self, runs: Sequence[DraftRun]) -> None:
         """Keep the last rows of long runs only: copies, as a slice keeps all rows of its step."""
-        for completion, begin, end, _ in runs:
+        for completion, begin, end, *_ in runs:
             state = self._state_of(completion, begin)
             (*_, last) = state.rows
             if end - begin > NUM_ROWS_KEPT:
@@ -251,7 +252,7 @@ class HeadDrafter(DraftModel):
     def _state_of(self, completion: Completion, num_computed: int) -> HeadState:
         state = completion.draft_state
         if not isinstance(state, HeadState):
-            state = HeadState(num_computed=num_computed, num_seen=completion.num_tokens)
+            state = HeadState(num_computed)
             first = completion.request.completions[0].draft_state
             if isinstance(first, HeadState):  # It was forked from the first completion.
                 state.rows = list(first.rows)
@@ -271,10 +272,11 @@ class AssistantDrafter(HeadDrafter):
         super().__init__(model, cache, manager)
         self._layers = slice(len(cache.layers))
 
-    def run(self, batch: Batch) -> None:
+    def run(self, batch: Batch, states: Sequence[StepState] | None) -> None:
         runs, drafted, rows = [], [], []
         for part in batch.scheduled:
-            completion, num_drafts = part.completion, len(part.draft_token_ids)
+            completion = part.completion
+            num_drafts = part.draft_token_ids.count(PENDING_TOKEN)
             state = self._state_of(completion, part.start)
             state.begin(part.start)
             state.drafts = []
@@ -288,8 +290,15 @@ class AssistantDrafter(HeadDrafter):
             made = self._compute(runs, known_tokens(runs), mx.concatenate(rows))
             self._draw(drafted, *made)
 
-    def follow(self, batch: Batch, tokens: mx.array, hidden: mx.array) -> None:
+    def follow(
+        self,
+        batch: Batch,
+        tokens: mx.array,
+        hidden: mx.array | None,
+        states: Sequence[StepState] | None,
+    ) -> None:
         """Keep the hidden rows of a step."""
+        assert hidden is not None
         runs, row = [], 0
         for part in batch.scheduled:
             end = part.start + part.num_new_tokens

@@ -10,14 +10,17 @@ have the same schedule on all machines of a kind.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
 from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.request import PENDING_TOKEN, Completion
 from mlx_paged.engine.scheduling.batch import Batch, Scheduled
 from mlx_paged.engine.scheduling.prefix_cache import PrefixCache
+from mlx_paged.engine.speculation.draft_record import DraftRecord, DraftRecords
 from mlx_paged.request import NO_DRAFTS, SpecDecodingStats
 
 if TYPE_CHECKING:  # The scheduler imports no arrays.
@@ -27,23 +30,27 @@ if TYPE_CHECKING:  # The scheduler imports no arrays.
 # are, the longer it takes to find a match again after a wrong draft.
 NGRAM_SIZE = 3
 
-# The initial estimate of the acceptance rate, and the weight of each new observation.
-FIRST_ACCEPTANCE = 0.5
-ACCEPTANCE_RATE = 1 / 8
+# The deepest draft with an acceptance of its own in a look-up.
+MAX_DEPTH = 7
 
 
 class Drafter:
     """Proposes drafts for requests of which only the last token is not computed yet.
 
-    A drafter has to implement ``acceptance`` and ``propose``. The default of ``drafts_of`` is for
+    A drafter has to implement ``acceptances`` and ``propose``. The default of ``drafts_of`` is for
     drafts that are known when they are proposed.
+
+    Attributes:
+        first_acceptance: the estimate of acceptances before any drafts.
     """
 
-    def acceptance(self, completion: Completion) -> float:
-        """The estimated probability that the first draft is accepted; 0 if it has none to propose.
-        The probability that the first k drafts are accepted is taken to be its k-th power.
+    first_acceptance = 0.5
+
+    def acceptances(self, completion: Completion, record: DraftRecord) -> Sequence[float]:
+        """By depth, the estimated probability that a draft is accepted if those before it are; the
+        last one stands for all further ones. Empty if there is nothing to propose.
         """
-        raise NotImplementedError
+        return record.acceptances
 
     def propose(self, completion: Completion, num_drafts: int) -> list[int]:
         """``[num_drafts]`` token ids that may follow the request's tokens; ``PENDING_TOKEN`` for
@@ -56,23 +63,28 @@ class Drafter:
         return part.draft_token_ids
 
     def note(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
-        """Called with the result of each verification, which may update the acceptance. Drafts
-        after the end of an answer were not verified, and are not among ``num_drafts``.
+        """Called with the result of each verification. Drafts after the end of an answer were not
+        verified, and are not among ``num_drafts``.
         """
+        if completion.draft_record is not None:
+            completion.draft_record.settle(num_accepted, completion.num_tokens)
 
 
 class PromptLookup(Drafter):
     """Drafts from the request's own tokens: those that followed the last occurrence of its last
     ``NGRAM_SIZE`` tokens (prompt look-up decoding, Saxena 2023; vLLM: ``ngram``).
 
-    A look-up takes O(1) per token. So the acceptance is also known for requests without drafts, by
+    A look-up takes O(1) per token. So acceptances are also known for requests without drafts, by
     whether the look-up predicts each token of the answer: text that begins to repeat itself is
-    noticed even if drafts did not pay off before.
+    noticed even if drafts did not pay off before. The depth of a draft is the number of tokens that
+    the same occurrence has predicted before it: the longer the repetition, the likelier it goes on.
     """
 
-    def acceptance(self, completion: Completion) -> float:
+    def acceptances(self, completion: Completion, record: DraftRecord) -> Sequence[float]:
         found = self._read(completion)
-        return found.acceptance if found.next is not None else 0.0
+        if found.next is None:
+            return ()
+        return record.acceptances[min(found.num_right, len(record.acceptances) - 1) :]
 
     def propose(self, completion: Completion, num_drafts: int) -> list[int]:
         begin = self._read(completion).next
@@ -91,7 +103,7 @@ class PromptLookup(Drafter):
         if not isinstance(found, _Occurrences):
             found = completion.draft_state = _Occurrences()
         if found.num_read < len(completion.token_ids):
-            found.read(completion.token_ids, completion.num_prompt_tokens)
+            found.read(completion)
         return found
 
 
@@ -100,27 +112,26 @@ class _Occurrences:
 
     Attributes:
         next: the position of the token after the last occurrence, if there is one.
-        acceptance: the share of correct predictions for tokens of the answer, as an exponential
-            moving average.
+        num_right: tokens that it has predicted, at most ``MAX_DEPTH``.
     """
 
-    __slots__ = ("_after", "acceptance", "next", "num_read")
+    __slots__ = ("_after", "next", "num_read", "num_right")
 
     def __init__(self) -> None:
-        self.num_read = 0
+        self.num_read = self.num_right = 0
         self.next: int | None = None
-        self.acceptance = FIRST_ACCEPTANCE
         self._after: dict[tuple[int, ...], int] = {}  # n-gram -> position after it
 
-    def read(self, token_ids: list[int], num_prompt_tokens: int) -> None:
-        after, found = self._after, self.next
+    def read(self, completion: Completion) -> None:
+        after, found, token_ids = self._after, self.next, completion.token_ids
         for position in range(self.num_read, len(token_ids)):
             if found is not None:
-                is_correct = token_ids[found] == token_ids[position]
+                is_right = token_ids[found] == token_ids[position]
                 # Repetition within the prompt does not predict repetition in the answer.
-                if position >= num_prompt_tokens:
-                    self.acceptance += (is_correct - self.acceptance) * ACCEPTANCE_RATE
-                found = found + 1 if is_correct else None
+                if completion.draft_record is not None and position >= completion.num_prompt_tokens:
+                    completion.draft_record.observe(self.num_right, is_right)
+                self.num_right = min(self.num_right + 1, MAX_DEPTH) if is_right else 0
+                found = found + 1 if is_right else None
             end = position + 1
             if end >= NGRAM_SIZE:
                 ngram = tuple(token_ids[end - NGRAM_SIZE : end])
@@ -138,9 +149,6 @@ MAX_RUN = 7
 # The share by which a step takes longer if it is not launched before the previous one is read:
 # vLLM-metal gains 10 to 50% from this on an M1 Ultra.
 WAITING_SHARE = 0.3
-
-# The least expected gain, since the expectation is an estimate.
-MIN_GAIN = 1.3
 
 
 @dataclass(frozen=True)
@@ -170,11 +178,19 @@ class StepCost:
         """
         return cls((1, *costs), tuple(unit * cost for cost in (1.0, *costs.values())))
 
+    def least_slope(self, num_rows: float) -> float:
+        """What a row adds to the cost of a step with at least ``num_rows``."""
+        first = min(bisect_right(self.rows, num_rows), len(self.rows) - 1)
+        return min(self._slopes[first - 1 :])
+
+    @cached_property
+    def _slopes(self) -> Sequence[float]:
+        steps = zip(pairwise(self.rows), pairwise(self.costs), strict=True)
+        return [(after - cost) / (more - rows) for (rows, more), (cost, after) in steps]
+
     def of(self, num_rows: float) -> float:
         last = min(bisect_right(self.rows, num_rows), len(self.rows) - 1)
-        rows, cost = self.rows[last - 1], self.costs[last - 1]
-        slope = (self.costs[last] - cost) / (self.rows[last] - rows)
-        return cost + slope * (num_rows - rows)
+        return self.costs[last - 1] + self._slopes[last - 1] * (num_rows - self.rows[last - 1])
 
 
 NO_COST = StepCost.linear(0, 0)
@@ -187,9 +203,8 @@ PROMPT_LOOKUP = PromptLookup()
 class Speculation:
     """A drafter, and the rule for how many drafts each request of a step has.
 
-    The k-th draft of a request is accepted with probability ``acceptance ** k``. The most likely
-    drafts of all requests are chosen, as many as maximise the expected tokens per cost, which have
-    to be ``MIN_GAIN`` times those of a step without drafts.
+    The most likely drafts of all requests are chosen, as many as maximise the expected tokens per
+    cost.
 
     Args:
         num_draft_tokens: the most drafts of a request in a step; 0 for no speculation.
@@ -201,6 +216,7 @@ class Speculation:
             as for a recurrent model.
         reads_grammars: whether tokens that a request's grammar forces are drafts, and those that it
             forbids are not. Ranks that follow another one don't know the grammars.
+        records: of earlier turns of conversations.
     """
 
     drafter: Drafter = PROMPT_LOOKUP
@@ -210,6 +226,7 @@ class Speculation:
     waiting_share: float = 0.0
     repeats_runs: bool = False
     reads_grammars: bool = True
+    records: DraftRecords = field(default_factory=DraftRecords, compare=False)
 
     @property
     def is_on(self) -> bool:
@@ -248,12 +265,6 @@ class Speculation:
         grammar = self._grammar(completion)
         return () if grammar is None else grammar.forced_tokens(completion)
 
-    def _outlook(self, completion: Completion) -> tuple[float, int]:
-        """The acceptance of a request's drafts, and the most that it may have."""
-        if forced := self._forced_tokens(completion):
-            return 1.0, min(len(forced), self.num_draft_tokens)
-        return self.drafter.acceptance(completion), self.num_draft_tokens
-
     def num_drafts(
         self,
         completions: Sequence[Completion],
@@ -269,35 +280,80 @@ class Speculation:
             num_tokens: tokens that the step samples without drafts.
         """
         counts = [0] * len(completions)
-        # Of each possible draft: the probability that it is accepted, and how many rows are
-        # computed again because it is the first one that is not.
-        drafts: list[tuple[float, int, int, float]] = []
-        for index, (completion, run_length) in enumerate(
-            zip(completions, run_lengths, strict=True)
-        ):
-            before, (acceptance, most) = 1.0, self._outlook(completion)
-            for depth in range(most if acceptance else 0):
-                likely = before * acceptance
-                drafts.append((-likely, index, depth, (before - likely) * (run_length + depth)))
-                before = likely
-        drafts.sort()
         plain_cost = self.step.of(num_rows)
-        best, best_rate = 0, MIN_GAIN * num_tokens / plain_cost
+        # A draft that is less likely costs more than it gains, whatever else is in the step.
+        threshold = self.step.least_slope(num_rows) * num_tokens / plain_cost
+        drafts = sorted(self._likely_drafts(completions, run_lengths, threshold))
+        if -sum(unlikely for unlikely, *_ in drafts) <= (
+            threshold * len(drafts) + self.waiting_share * num_tokens
+        ):
+            return counts  # Together they gain less than the waiting costs.
+        best, best_rate, best_cost = 0, num_tokens / plain_cost, plain_cost
         gained = num_repeated = 0.0
-        pass_cost, pass_rows = self.waiting_share * plain_cost, [0] * self.num_draft_tokens
+        other_cost, pass_rows = self.waiting_share * plain_cost, [0] * self.num_draft_tokens
         for number, (unlikely, _, depth, repeated) in enumerate(drafts, 1):
             gained -= unlikely
-            num_repeated += repeated if self.repeats_runs else 0.0
+            num_repeated += repeated
             if pass_rows[depth]:
-                pass_cost -= self.draft_pass.of(pass_rows[depth])
+                other_cost -= self.draft_pass.of(pass_rows[depth])
             pass_rows[depth] += 1
-            pass_cost += self.draft_pass.of(pass_rows[depth])
-            cost = self.step.of(num_rows + number + num_repeated) + pass_cost
+            other_cost += self.draft_pass.of(pass_rows[depth])
+            cost = self.step.of(num_rows + number + num_repeated) + other_cost
             if (num_tokens + gained) / cost > best_rate:
-                best, best_rate = number, (num_tokens + gained) / cost
+                best, best_rate, best_cost = number, (num_tokens + gained) / cost, cost
+        price = (best_cost / plain_cost - 1) * num_tokens / max(best, 1)
         for _, index, _, _ in drafts[:best]:
             counts[index] += 1
+            self._record_of(completions[index]).price = price * counts[index]
         return counts
+
+    def _likely_drafts(
+        self, completions: Sequence[Completion], run_lengths: Sequence[int], threshold: float
+    ) -> Iterator[tuple[float, int, int, float]]:
+        """The drafts that are accepted with a probability above ``threshold``: the probability,
+        negative, which request, the depth, and how many rows are expected to be computed again
+        because this draft is the first one that is rejected.
+        """
+        for index, completion in enumerate(completions):
+            acceptances, most = self._outlook(completion)
+            likely = 1.0
+            for depth in range(most):
+                before = likely
+                likely *= acceptances[min(depth, len(acceptances) - 1)]
+                if likely <= threshold:
+                    break
+                repeated = (before - likely) * (run_lengths[index] + depth)
+                yield -likely, index, depth, repeated if self.repeats_runs else 0.0
+
+    def _outlook(self, completion: Completion) -> tuple[Sequence[float], int]:
+        """The acceptances of a request's drafts by depth, and the most that it may have."""
+        record, most = self._record_of(completion), self.num_draft_tokens
+        if forced := self._forced_tokens(completion):
+            return (1.0,), min(len(forced), most)
+        if record.is_parked(completion.num_tokens):
+            return (), 0
+        acceptances = self.drafter.acceptances(completion, record)
+        return acceptances, most if acceptances else 0
+
+    def end(self, completion: Completion, block_size: int) -> None:
+        """Keep the record of a finished request for the next turn of its conversation."""
+        if completion.draft_record is not None:
+            num_prompt_blocks = completion.num_prompt_tokens // block_size
+            self.records.keep(
+                completion.draft_record,
+                completion.block_hashes,
+                num_prompt_blocks,
+                completion.num_tokens,
+            )
+
+    def _record_of(self, completion: Completion) -> DraftRecord:
+        record = completion.draft_record
+        if record is None:
+            num_tokens = completion.num_tokens
+            record = self.records.find(completion.block_hashes, num_tokens)
+            record = record or DraftRecord(self.drafter.first_acceptance, num_tokens)
+            completion.draft_record = record
+        return record
 
 
 NO_SPECULATION = Speculation()

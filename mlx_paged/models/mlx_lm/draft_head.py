@@ -250,6 +250,11 @@ class Head(LanguageModel):
         """The model's layer that computes the logits of drafts, unless the head has its own."""
         return None
 
+    @property
+    def reads_embedding(self) -> bool:
+        """Whether each draft reads all rows of the head's own embedding."""
+        return False
+
     @abstractmethod
     def draft(
         self,
@@ -303,6 +308,8 @@ class DraftHead(Head):
                 f"the model's configuration does not describe it ({type(error).__name__}: "
                 f"{one_line(error)})"
             ) from error
+        # The dtype of its K/V follows from that of its weights.
+        self.set_dtype(self.dtype)
         self._complete()
         object.__setattr__(self, "_spec", self._recorded(window))
 

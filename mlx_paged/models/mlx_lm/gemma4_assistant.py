@@ -19,6 +19,8 @@ from mlx_paged.models.mlx_lm.attention import PackedKV
 from mlx_paged.models.mlx_lm.draft_head import Head, embedding_of
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+# The logit of tokens near no chosen centroid. It is finite, since a grammar may allow no others.
+FAR = -1e4
 # What an assistant's layers lack, whatever its configuration says or leaves out.
 _WITHOUT = {
     "hidden_size_per_layer_input": 0,
@@ -42,6 +44,7 @@ class Assistant(Head):
         UnsuitableModelError: it is not one of this model.
     """
 
+    model: Any
     _layers_to_read: dict[str, int]
 
     def __init__(self, target: LanguageModel, config: dict[str, Any]):
@@ -88,6 +91,10 @@ class Assistant(Head):
     def num_layers(self) -> int:
         return len(self.model.layers)
 
+    @property
+    def reads_embedding(self) -> bool:
+        return "masked_embedding" not in self
+
     def draft(
         self, tokens: mx.array, hidden: mx.array, layers: Sequence[LayerKV]
     ) -> tuple[mx.array, mx.array]:
@@ -109,7 +116,7 @@ class Assistant(Head):
             logits: mx.array = embed.as_linear(rows)
             cap = self.softcap
             return logits if cap is None else mx.tanh(logits / cap) * cap
-        # Of the tokens near the centroids with the largest scores; minus infinity for all others.
+        # Those of the tokens near the centroids with the largest scores.
         centroids, ordering = (
             self.masked_embedding[key] for key in ("centroids", "token_ordering")
         )
@@ -118,8 +125,8 @@ class Assistant(Head):
         chosen = mx.argpartition(-scores, kth=count - 1, axis=-1)[:, :count]
         near = ordering.reshape(scores.shape[-1], -1)[chosen].flatten(1)
         logits = (embed(near) @ rows[..., None]).squeeze(-1)
-        none = mx.full((len(rows), len(ordering)), -mx.inf, logits.dtype)
-        return mx.put_along_axis(none, near, logits, axis=-1)
+        others = mx.full((len(rows), len(ordering)), FAR, logits.dtype)
+        return mx.put_along_axis(others, near, logits, axis=-1)
 
 
 def _layers_to_read(target: LanguageModel, args: Any, layers: Sequence[Any]) -> dict[str, int]:

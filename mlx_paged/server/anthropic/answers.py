@@ -5,7 +5,6 @@ events, in blocks of thinking, text and tool use.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ from mlx_paged.server.anthropic.messages import (
     MessagesRequest,
     read_messages_body,
 )
+from mlx_paged.server.chat_jobs import object_of
 from mlx_paged.server.generations import (
     Answer,
     AnswerBlock,
@@ -61,7 +61,7 @@ class MessageRenderer(Renderer[MessagesRequest]):
     def whole(self, *outputs: RequestOutput) -> dict[str, Any]:
         [output] = outputs
         [(completion, part)] = self.states[0].parts(output)
-        completion.add(part)
+        completion.read(part)
         content = [self._block(block, is_whole=True) for block in completion.blocks]
         has_calls = any(block["type"] == "tool_use" for block in content)
         return {
@@ -74,8 +74,8 @@ class MessageRenderer(Renderer[MessagesRequest]):
         """The events of a stream: the message's start, its blocks one after another, its end."""
         async for _, output in parts_of(answers):
             for completion, part in self.states[0].parts(output):
-                is_first, events = not completion.has_begun, completion.add(part)
-                if is_first:
+                events = completion.read(part)
+                if completion.num_parts == 1:
                     yield event({"type": "message_start", "message": self._start()})
                     yield event({"type": "ping"})
                 for each in events:
@@ -105,7 +105,7 @@ class MessageRenderer(Renderer[MessagesRequest]):
 
     def _end(self, completion: CompletionState, has_calls: bool) -> dict[str, Any]:
         """The fields that say why the answer ended."""
-        stop, most = completion.stop_reason, self.params.max_tokens
+        stop, most = completion.part.stop_reason, self.params.max_tokens
         reason = "tool_use" if has_calls else "end_turn"
         if completion.finish_reason == "length":
             is_own_limit = most is not None and completion.num_tokens >= most
@@ -122,10 +122,7 @@ class MessageRenderer(Renderer[MessagesRequest]):
             "cache_read_input_tokens": usage.num_cached_tokens,
             "cache_creation_input_tokens": 0,
             "output_tokens": usage.num_output_tokens,
-            "output_tokens_details": {
-                "thinking_tokens": usage.num_reasoning_tokens,
-                **usage.predictions,
-            },
+            "output_tokens_details": usage.output_details("thinking_tokens"),
             "service_tier": "standard",
         }
 
@@ -149,7 +146,7 @@ class MessageRenderer(Renderer[MessagesRequest]):
         """A whole block, or its beginning without a text."""
         text = block.text if is_whole else ""
         if block.call is not None:
-            arguments = _object_of(text) if is_whole else {}
+            arguments = object_of(text) if is_whole else {}
             if arguments is None:
                 # Python reads no integer of more than 4,300 digits.
                 return {"type": "text", "text": f"{block.call.name} {text}"}
@@ -168,14 +165,6 @@ _DELTAS = {
     "reasoning": ("thinking_delta", "thinking"),
     "call": ("input_json_delta", "partial_json"),
 }
-
-
-def _object_of(text: str) -> dict[str, Any] | None:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def signature_of(thinking: str) -> str:

@@ -15,8 +15,8 @@ from mlx_paged.server.conversations import (
     OtherPart,
     TextPart,
     checked_tool_choice,
-    refuse_second_names,
     texts_of,
+    unique_tools,
 )
 from mlx_paged.server.fields import (
     RequestedFormat,
@@ -35,6 +35,7 @@ from mlx_paged.server.schemas import (
     SomeChildren,
     only,
     refused,
+    without_effect,
 )
 from mlx_paged.server.service import Service
 
@@ -145,7 +146,16 @@ class Thinking(Body):
     display: Literal["summarized", "omitted", "full"] = "full"
 
 
-class ConversationFields(RequestFields):
+# They identify the user, choose a service tier, or control the cache, in which everything is kept;
+# or they let Anthropic's servers shorten a conversation, which the answer says is not done.
+_WithoutEffect: Any = without_effect(
+    "metadata", "cache_control", "service_tier", "inference_geo", "speed", "diagnostics",
+    "context_management", "compaction", "billing_policy", "fallbacks", "fallback_credit_token",
+    "user_profile_id", "workspace_id", "betas", "anthropic_beta", "anthropic_version",
+)  # fmt: skip
+
+
+class ConversationFields(RequestFields, _WithoutEffect):  # type: ignore[misc]
     """The fields of ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
 
     # On this code Anthropic's clients send the whole conversation instead.
@@ -166,25 +176,6 @@ class ConversationFields(RequestFields):
     mcp_servers: Annotated[
         Any, only([], way_out="give the servers' tools as tools, and call them yourself")
     ] = None
-    # Without effect: they identify the user, choose a service tier, or control the cache, in which
-    # everything is kept; or they let Anthropic's servers shorten a conversation, which is not done
-    # here, and the answer says so.
-    metadata: Any = None
-    cache_control: Any = None
-    service_tier: Any = None
-    inference_geo: Any = None
-    speed: Any = None
-    diagnostics: Any = None
-    context_management: Any = None
-    compaction: Any = None
-    billing_policy: Any = None
-    fallbacks: Any = None
-    fallback_credit_token: Any = None
-    user_profile_id: Any = None
-    workspace_id: Any = None
-    betas: Any = None
-    anthropic_beta: Any = None
-    anthropic_version: Any = None
 
 
 class MessagesRequest(ConversationFields):
@@ -205,11 +196,10 @@ AnyRequest = MessagesRequest | CountRequest
 def read_messages_body(request: AnyRequest, service: Service) -> ChatJob:
     """Turn the body into a job."""
     request.model_name(service)
-    tools = tuple(
+    tools = unique_tools(
         Tool.of(f"tools[{i}]", t.name, t.description, t.input_schema, t.strict, "input_schema")
         for i, t in enumerate(request.tools)
     )
-    refuse_second_names(tools)
     requested_choice = request.tool_choice or ToolChoice(type="auto")
     choice = _tool_choice(requested_choice, tools)
     thinking, effort = request.thinking, request.output_config.effort

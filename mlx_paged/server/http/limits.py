@@ -8,14 +8,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_paged.engine.stats import SequenceCounts
 from mlx_paged.server.errors import ApiError, error_response
-from mlx_paged.server.http.access import ANONYMOUS
+from mlx_paged.server.http.access import ANONYMOUS, Principal
 
 BODY_SECONDS = 60.0
 MAX_BODIES = 8  # of maximum size, in requests that are not answered yet
@@ -27,15 +26,6 @@ _METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
 WINDOW = 60.0  # seconds over which the rate for Retry-After is measured
 MAX_RETRY_AFTER = 60  # seconds
-
-
-@dataclass
-class _Held:
-    """The bytes of the bodies that a user may have here at a time, and those of one request."""
-
-    user: str
-    max_num_bytes: int
-    num_bytes: int = 0
 
 
 class Limits:
@@ -59,24 +49,28 @@ class Limits:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         principal = scope.get("state", {}).get("principal", ANONYMOUS)
-        held = _Held(principal.name, self._max_num_bytes // (1 if principal.is_alone else 2))
+        chunks: list[bytes] = []
         try:
             check_head(scope)
             if scope["method"] in _METHODS_WITH_BODY:
-                receive = _replay(await self._body(scope, receive, held), receive)
+                await self._read(scope, receive, principal, chunks)
+                receive = _replay(b"".join(chunks), receive)
             await self._app(scope, receive, send)
         except ClientDisconnect:
             pass
         except ApiError as error:
             await error_response(error, scope)(scope, receive, send)
         finally:
-            self._nbytes_held[held.user] -= held.num_bytes
+            self._nbytes_held[principal.name] -= sum(map(len, chunks))
 
-    async def _body(self, scope: Scope, receive: Receive, held: _Held) -> bytes:
+    async def _read(
+        self, scope: Scope, receive: Receive, principal: Principal, chunks: list[bytes]
+    ) -> None:
+        """Read the body into ``chunks``; raises :class:`ApiError` if it becomes too much."""
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if not length.isdigit() or int(length[:20]) > self._max_body_bytes:
             raise self._too_large()
-        chunks: list[bytes] = []
+        num_bytes, max_of_user = 0, self._max_num_bytes // (1 if principal.is_alone else 2)
         message: Message = {"more_body": True}
         try:
             async with asyncio.timeout(self._body_seconds):
@@ -85,21 +79,17 @@ class Limits:
                     if message["type"] == "http.disconnect":
                         raise ClientDisconnect
                     chunks.append(message.get("body", b""))
-                    self._count(len(chunks[-1]), held)
+                    num_bytes += len(chunks[-1])
+                    self._nbytes_held[principal.name] += len(chunks[-1])
+                    if num_bytes > self._max_body_bytes:
+                        raise self._too_large()
+                    is_too_much = self._nbytes_held[principal.name] > max_of_user
+                    if is_too_much or self._nbytes_held.total() > self._max_num_bytes:
+                        text, headers = "too many large requests at once", {"Retry-After": "2"}
+                        raise ApiError(503, text, headers=headers)
         except TimeoutError as error:
             text = f"the body was not complete after {self._body_seconds:g} seconds"
             raise ApiError(408, text) from error
-        return b"".join(chunks)
-
-    def _count(self, num_bytes: int, held: _Held) -> None:
-        """Add bytes to what is held; raises :class:`ApiError` if that becomes too much."""
-        held.num_bytes += num_bytes
-        self._nbytes_held[held.user] += num_bytes
-        if held.num_bytes > self._max_body_bytes:
-            raise self._too_large()
-        is_too_much = self._nbytes_held[held.user] > held.max_num_bytes
-        if is_too_much or self._nbytes_held.total() > self._max_num_bytes:
-            raise ApiError(503, "too many large requests at once", headers={"Retry-After": "2"})
 
     def _too_large(self) -> ApiError:
         return ApiError(

@@ -87,17 +87,16 @@ class OpenAIRenderer(Renderer[F]):
         yield DONE
 
 
-def usage_of(usage: Usage) -> dict[str, Any]:
-    """The fields of ``usage`` that chat and completions share."""
-    shown: dict[str, Any] = {
+def usage_of(usage: Usage, reasoning: str = "") -> dict[str, Any]:
+    """The field ``usage``; ``reasoning`` as of :meth:`Usage.output_details`."""
+    details = usage.output_details(reasoning)
+    return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_output_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        **({"completion_tokens_details": details} if details else {}),
     }
-    if usage.predictions:
-        shown["completion_tokens_details"] = usage.predictions
-    return shown
 
 
 class ChatRenderer(OpenAIRenderer[ChatRequest]):
@@ -117,15 +116,13 @@ class ChatRenderer(OpenAIRenderer[ChatRequest]):
                 yield chunk
 
     def usage(self) -> dict[str, Any]:
-        usage = self.states[0].usage
-        details = {"reasoning_tokens": usage.num_reasoning_tokens, **usage.predictions}
-        return {**usage_of(usage), "completion_tokens_details": details}
+        return usage_of(self.states[0].usage, "reasoning_tokens")
 
     def whole(self, *outputs: RequestOutput) -> dict[str, Any]:
         [output] = outputs
         choices = []
         for completion, part in self.states[0].parts(output):
-            completion.add(part)
+            completion.read(part)
             choice = {"index": completion.index, "message": self._message(completion)}
             choices.append({**choice, "logprobs": None, **_end(completion), **self._extras(part)})
         whole = {**self.head, "choices": choices, "usage": self.usage()}
@@ -139,9 +136,9 @@ class ChatRenderer(OpenAIRenderer[ChatRequest]):
         self, completion: CompletionState, part: CompletionOutput
     ) -> Iterator[dict[str, Any]]:
         index = completion.index
-        if not completion.has_begun:
+        if not completion.num_parts:
             yield _choice(index, {"role": "assistant", "content": ""})
-        deltas = [delta for each in completion.add(part) if (delta := self._delta(each))]
+        deltas = [delta for each in completion.read(part) if (delta := self._delta(each))]
         extras = self._extras(part) if part.token_ids else {}
         if extras and not deltas:
             deltas = [{}]  # For tokens that do not complete any text yet.
@@ -202,7 +199,7 @@ def _choice(
 
 
 def _end(completion: CompletionState) -> dict[str, Any]:
-    return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+    return {"finish_reason": completion.finish_reason, "stop_reason": completion.part.stop_reason}
 
 
 def _call(call: ToolCall, arguments: str = "") -> dict[str, Any]:

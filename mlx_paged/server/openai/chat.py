@@ -13,8 +13,8 @@ from mlx_paged.server.chat_jobs import ChatJob, arguments_of
 from mlx_paged.server.conversations import (
     Content,
     checked_tool_choice,
-    refuse_second_names,
     texts_of,
+    unique_tools,
 )
 from mlx_paged.server.fields import (
     Effort,
@@ -139,11 +139,7 @@ class OpenAIFields(GenerationFields, FormatFields):
     request_id: Annotated[str, Field(pattern="^[A-Za-z0-9._:-]{1,128}$")] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    # Without effect: they identify the user, or help other servers to find a cache.
-    user: Any = None
     metadata: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
@@ -275,6 +271,4 @@ def _read_call(call: ChatToolCall) -> dict[str, Any]:
 def read_tools(tools: Sequence[ChatTool]) -> tuple[Tool, ...]:
     """The tools, without unknown fields."""
     forms = [tool.model_dump(exclude_unset=True) for tool in tools]
-    read = tuple(Tool(form, f"tools[{index}].function") for index, form in enumerate(forms))
-    refuse_second_names(read)
-    return read
+    return unique_tools(Tool(form, f"tools[{i}].function") for i, form in enumerate(forms))

@@ -7,15 +7,15 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 from starlette.responses import Response
 
 from mlx_paged.engine.input_processor import MAX_PROMPT_TOKENS, encode_prompt
 from mlx_paged.options.argument_values import check_token_ids
-from mlx_paged.request import CompletionOutput, RequestOutput
+from mlx_paged.request import RequestOutput
 from mlx_paged.server.errors import ApiError, api_error
 from mlx_paged.server.fields import TokenIds, first_given
-from mlx_paged.server.generations import Generation, Usage
+from mlx_paged.server.generations import CompletionState, Generation, Usage
 from mlx_paged.server.openai.answers import (
     CompletionLogprobs,
     OpenAIRenderer,
@@ -25,7 +25,7 @@ from mlx_paged.server.openai.answers import (
 from mlx_paged.server.openai.chat import OpenAIFields
 from mlx_paged.server.prompt_threads import Work
 from mlx_paged.server.routes import RequestContext
-from mlx_paged.server.schemas import MEMBER, refused
+from mlx_paged.server.schemas import OneOf, refused
 from mlx_paged.server.service import Service
 
 MAX_PROMPTS = 1024
@@ -33,31 +33,14 @@ MAX_CHOICES = 1024  # prompts times completions
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-def _kind_of(value: object) -> str:
-    """The kind of a prompt, as errors name it."""
-    kind = "token ids" if isinstance(value, list) else "a text" if isinstance(value, str) else ""
-    return MEMBER + kind
-
-
-def _kind_of_all(value: object) -> str:
-    is_list = isinstance(value, list) and not (value and all(isinstance(n, int) for n in value))
-    return f"{MEMBER}a list" if is_list else _kind_of(value)
-
-
-_Text = Annotated[str, Tag(f"{MEMBER}a text")]
-_TokenIds = Annotated[TokenIds, Tag(f"{MEMBER}token ids")]
-Prompt = Annotated[_Text | _TokenIds, Discriminator(_kind_of)]
-_Several = Annotated[
-    list[Prompt],
-    Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
-    Tag(f"{MEMBER}a list"),
-]
+Prompt = Annotated[str | TokenIds, OneOf()]
+_Several = Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 
 
 class CompletionRequest(OpenAIFields):
     """The body of ``POST /v1/completions``."""
 
-    prompt: Annotated[_Text | _TokenIds | _Several, Discriminator(_kind_of_all)]
+    prompt: Annotated[str | TokenIds | _Several, OneOf()]
     max_tokens: int | None = None
     echo: bool = False
     logprobs: int | None = None
@@ -67,8 +50,8 @@ class CompletionRequest(OpenAIFields):
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts: texts and token ids."""
-        prompts: Any = self.prompt
-        return list(prompts) if _kind_of_all(prompts) == f"{MEMBER}a list" else [prompts]
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
 
     def num_tokens(self, service: Service) -> int:
         """The maximum number of tokens of an answer."""
@@ -191,20 +174,18 @@ class CompletionsRenderer(OpenAIRenderer[CompletionRequest]):
     def _pieces(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """The choices for a part of the answer to a prompt."""
         for completion, part in self.states[prompt_index].parts(output):
-            is_first = not completion.has_begun
-            completion.count(part)
-            index = prompt_index * self.params.n + completion.index
-            yield self._piece(index, prompt_index if is_first else None, part, output)
+            completion.read(part)
+            yield self._piece(prompt_index, completion, output)
 
     def _piece(
-        self, index: int, prompt_index: int | None, part: CompletionOutput, output: RequestOutput
+        self, prompt_index: int, completion: CompletionState, output: RequestOutput
     ) -> dict[str, Any]:
-        """The choice for a part; ``prompt_index`` is given for the first one, which contains the
-        echo of the prompt.
-        """
-        body, has_answer = self.body, self._has_answer
+        """The choice for a part. The first one contains the echo of the prompt."""
+        body, has_answer, part = self.body, self._has_answer, completion.part
+        index = prompt_index * self.params.n + completion.index
         text, token_ids, entries = "", [], []
-        if prompt_index is not None and body.echo:
+        is_first = completion.num_parts == 1
+        if is_first and body.echo:
             text = self._prompt_text(prompt_index)
             token_ids = list(output.prompt_token_ids)
             entries = list(output.prompt_logprobs or [])
@@ -226,7 +207,6 @@ class CompletionsRenderer(OpenAIRenderer[CompletionRequest]):
             piece["logprobs"] = self._logprobs[index].of(token_ids, entries)
         if body.return_token_ids:
             piece["token_ids"] = part.token_ids if has_answer else []
-            is_first = prompt_index is not None
             piece["prompt_token_ids"] = output.prompt_token_ids if is_first else None
         return piece
 

@@ -105,7 +105,7 @@ class ResponseRenderer(Renderer[ResponsesRequest]):
     def _events_of(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """The events for a part of the answer."""
         for completion, part in self.states[0].parts(output):
-            events = completion.add(part)
+            events = completion.read(part)
             if self.params.logprobs is not None:
                 names = TokenNames(self.context.service.token_texts)
                 self._pending += chat_logprobs(names, part, self.params.logprobs)
@@ -151,10 +151,7 @@ class ResponseRenderer(Renderer[ResponsesRequest]):
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage.num_output_tokens,
-            "output_tokens_details": {
-                "reasoning_tokens": usage.num_reasoning_tokens,
-                **usage.predictions,
-            },
+            "output_tokens_details": usage.output_details("reasoning_tokens"),
             "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
         }
 

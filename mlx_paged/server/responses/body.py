@@ -18,8 +18,8 @@ from mlx_paged.server.conversations import (
     Content,
     History,
     checked_tool_choice,
-    refuse_second_names,
     texts_of,
+    unique_tools,
 )
 from mlx_paged.server.fields import (
     Effort,
@@ -167,9 +167,6 @@ class ResponsesRequest(GenerationFields):
     service_tier: Literal["auto", "default"] | None = None
     n: Literal[1] | None = None
     prompt_logprobs: None = None
-    user: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
     prompt_cache_options: Any = None
     client_metadata: Any = None
     max_tool_calls: Any = None  # counts only tools that run on the server
@@ -264,12 +261,10 @@ def _read_tools(tools: Sequence[AnyTool]) -> tuple[Tool, ...]:
         else:
             found.append((place, each))
     empty = {"type": "object", "properties": {}}
-    read = tuple(
+    return unique_tools(
         Tool.of(place, tool.name, tool.description, tool.parameters or empty, tool.strict)
         for place, tool in found
     )
-    refuse_second_names(read)
-    return read
 
 
 # Input

@@ -39,6 +39,7 @@ from mlx_paged.cache.step_states import forget_before
 from mlx_paged.core import SequenceState, SequenceStates
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.request import Completion
+from mlx_paged.engine.speculation import draft_model
 from mlx_paged.engine.speculation.draft_model import cost_of
 from mlx_paged.engine.speculation.speculation import MAX_RUN, Drafter
 from mlx_paged.errors import ArgumentError
@@ -170,6 +171,61 @@ def test_a_draft_model_makes_drafts_for_a_model_with_states(ahead: bool):
     assert 0 < stats.spec_decoding.num_accepted_tokens < stats.spec_decoding.num_draft_tokens
 
 
+@pytest.mark.parametrize("name", ["falcon_h1", "mamba2", "qwen3_next"])
+def test_a_recurrent_model_that_makes_its_own_drafts_is_always_right(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Its states are those of the known tokens after chunks, forks and prefix hits, and after
+    drafts that were rejected: the third of each round is spoiled.
+    """
+    draw = draft_model.draw_drafts
+
+    def spoiling(logits: mx.array, completions: Any, number: int, *readers: Any) -> mx.array:
+        tokens = draw(logits, completions, number, *readers)
+        return (tokens + 1) % VOCAB_SIZE if number == 2 else tokens
+
+    monkeypatch.setattr(draft_model, "draw_drafts", spoiling)
+    model = adapted_model(name)
+    engine = make_engine(
+        model, draft_model=model, max_num_seqs=4, max_num_batched_tokens=24, block_size=8
+    )
+    engine.scheduler.speculation = EagerSpeculation(engine.runner.draft_model, 5)
+    asks = {
+        "first": (prompt(50), sampled(3, 30, n=2)),
+        "the same": (prompt(50), greedy(30)),
+        "longer": ([*prompt(50), *prompt(20, 1)], greedy(30)),
+    }
+    for request_id, (tokens, params) in asks.items():
+        engine.add_request(request_id, tokens, params)
+        engine.add_request(f"beside {request_id}", prompt(9, 7), greedy(12))
+        output = run(engine)[request_id]
+        plain = ask(make_engine(model), {request_id: (tokens, params)})
+        assert output.outputs[0].token_ids == plain[request_id]
+    assert engine.stats().num_hit_tokens >= 96
+    drafts = engine.stats().spec_decoding
+    first, second, third = drafts.num_accepted_tokens_per_pos[:3]
+    assert (first, second) == drafts.num_draft_tokens_per_pos[:2] and third == 0 < second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [False, True], ids=["waiting", "ahead"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
+def test_a_recurrent_draft_model_gets_the_same_as_without(name: str, ahead: bool):
+    model = adapted_model(name)
+    config = adapted_config_of(name)
+    other = PackedModel(make_from_config(config, seed=1), config)
+    workload = Workload(43, 15, VOCAB_SIZE)
+
+    def eager(engine: Engine) -> EagerSpeculation:
+        assert engine.runner.draft_model is not None
+        return EagerSpeculation(engine.runner.draft_model, 5)
+
+    plain = workload.run(model, run_ahead=False)
+    drafting = workload.run(model, draft_model=other, speculation=eager, run_ahead=ahead)
+    assert_all_same_but_aborts(drafting, plain)
+    assert drafting.engine.stats().spec_decoding.num_draft_tokens > 100
+
+
 @pytest.mark.parametrize("name", ["falcon_h1", "mamba2"])
 def test_a_cache_beside_a_draft_model_knows_the_states_of_the_model(name: str):
     model, draft_model = adapted_model(name), livelier_model(CONFIG)
@@ -290,7 +346,7 @@ def test_a_state_at_the_end_of_a_block_needs_no_place_among_the_checkpoints():
     engine = make_engine(model, block_size=8, run_ahead=False, enable_prefix_caching=False)
     engine.scheduler.speculation = eager_speculation(VOCAB_SIZE, knows({("a", 0): expected}))
     assert ask(engine, {"a": (tokens, params)}) == {"a": expected}
-    assert engine.stats().num_checkpoints == 0 < engine.stats().num_accepted_tokens
+    assert engine.stats().num_checkpoints == 0 < engine.stats().spec_decoding.num_accepted_tokens
 
 
 def test_steps_with_drafts_that_fail_are_run_again():
@@ -395,7 +451,7 @@ class OneOfTwoIsWrong(Drafter):
             drafts[-1] = (drafts[-1] + 1) % 256
         return drafts
 
-    acceptance, note = RandomDrafter.acceptance, RandomDrafter.note
+    note = RandomDrafter.note
 
 
 class ThreeDrafts(EagerSpeculation):
@@ -472,9 +528,21 @@ def test_a_stack_before_drafts_goes_with_the_first_of_its_states():
 
 
 def test_a_draft_model_with_a_state_is_refused_with_the_way_out():
-    says = "can't be a mamba2: its recurrent state can't be rolled back when drafts are rej"
+    says = "can't be a mamba2, which is recurrent, for a gpt_bigcode, which is not"
     with pytest.raises(ArgumentError, match=says):
         make_engine(adapted_model("gpt_bigcode"), draft_model=adapted_model("mamba2"))
+
+
+def test_the_states_of_a_draft_model_count_in_the_budget():
+    model, other = adapted_model("falcon_h1"), adapted_model("mamba2")
+    alone, both = (
+        make_engine(model, kv_cache_bytes="4M", max_num_seqs=2, draft_model=each)
+        for each in (None, other)
+    )
+    assert alone.cache.shared_budget is not None and both.cache.shared_budget is not None
+    assert alone.cache.shared_budget.sizes.state == model.state_nbytes
+    assert both.cache.shared_budget.sizes.state == model.state_nbytes + other.state_nbytes
+    assert both.cache.config.state_nbytes == model.state_nbytes  # of a file
 
 
 def test_what_runs_with_drafts_cost_is_known_of_a_model():
