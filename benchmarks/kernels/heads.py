@@ -1,7 +1,7 @@
 """Drafts by the demo model's head: tokens per step by task, beside none and prompt look-up, and the
 CPU time of whole answers with the head over without.
 
-    python -m benchmarks heads                     # under a minute
+    python -m benchmarks heads                     # about a minute
     python -m benchmarks heads --questions 20      # steadier figures
     python -m benchmarks heads --model A --draft-model B
 
@@ -241,6 +241,7 @@ def main() -> None:
     }
     print_card("Draft heads", setting)
     tokenizer = engines[NONE].tokenizer
+    assert tokenizer is not None
     figures = []
     for task in args.tasks:
         asked = questions(tokenizer, task, args.questions, args.seed)
