@@ -199,3 +199,18 @@ def test_a_recurrent_model_runs_beside_mlx_lms_batches(tmp_path: Path):
     # A recurrent layer has as many as in mlx-lm, and what is left is the model's few.
     assert all(each["model, packed"] - each["model, mlx-lm"] < 1 for each in of_states)
     assert results["prompts"][0]["over_without"] > 0
+
+
+@pytest.mark.slow
+def test_heads_draft_on_each_side_and_change_no_answer(tmp_path: Path):
+    short = ["--turns", "1", "--questions", "1", "--tasks", "sequence"]
+    results = results_of("heads", tmp_path / "heads.json", *short)
+    (task,) = results["tasks"]
+    assert task["same_answers"]
+    per_step = task["tokens_per_step"]
+    assert per_step["none"] == 1 < per_step["head"]
+    accepted = task["accepted_by_depth"]
+    assert accepted["none"] == [] and len(accepted["head"]) == 3
+    assert task["cpu_ratio"].keys() == {"head", "by the rule"}
+    # No drafts are among the numbers of which the best is taken.
+    assert all(gain >= 1 for each in results["simulated"] for gain in each["gain"].values())

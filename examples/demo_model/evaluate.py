@@ -328,11 +328,11 @@ HEAD = """
 model's own kind, with the names and the joint of Qwen3.5's multi-token prediction. Nothing uses it unless it is asked
 for, as `--draft-model auto` does; drafts change no token of an answer.
 
-It learned the model's own probabilities of the next {depth} tokens in {steps} steps of {batch_tokens} tokens, on
-conversations of the second lesson of up to {longest} tokens, in {minutes} minutes of CPU time. In its last 20 steps,
-the draft was the model's own choice for this share of the tokens of answers, from the first to the last of {depth} in a
-row: {right}. Text that it was not trained on is in `tests/demo_model/test_demo_model_head.py` and in
-`python -m benchmarks heads`.
+It learned the model's own probabilities of the next {depth} tokens in {steps} steps of {batch_tokens:,} tokens, on
+conversations of both lessons in turn, up to {longest} tokens long, in {minutes} minutes of CPU time. In its last 20
+steps, the draft was the model's own choice for this share of the tokens of answers, from the first to the last of
+{depth} in a row: {right}. What it does on text that it was not trained on is in
+`tests/demo_model/test_demo_model_head.py` and in `python -m benchmarks heads`.
 
     python examples/demo_model/train_head.py --model mlx_paged/demo_model \\
         {command}

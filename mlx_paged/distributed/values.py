@@ -14,11 +14,17 @@ from mlx_paged.options.sampling_params import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from mlx_paged.request import CompletionOutput, Logprob, PrefixReport, RequestOutput
+from mlx_paged.request import (
+    CompletionOutput,
+    Logprob,
+    PrefixReport,
+    RequestOutput,
+    SpecDecodingStats,
+)
 
 _DATA = (
     *(SamplingParams, StructuredOutputsParams),
-    *(RequestOutput, CompletionOutput, Logprob, PrefixReport),
+    *(RequestOutput, CompletionOutput, Logprob, PrefixReport, SpecDecodingStats),
 )
 _ARGUMENT_ERRORS = (PromptTooLongError, CacheFullError, ArgumentError)
 _ERRORS = (

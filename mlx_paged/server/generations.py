@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from operator import add
@@ -22,7 +22,6 @@ from mlx_paged.request import (
     CompletionOutput,
     RequestOutput,
     SpecDecodingStats,
-    StopReason,
 )
 from mlx_paged.server.errors import ApiError, api_error
 
@@ -253,11 +252,9 @@ class CompletionState:
     Attributes:
         blocks: its blocks so far.
         num_tokens: the number of generated tokens.
-        spec_decoding: how many drafts were verified and accepted.
-        has_begun: whether a part has arrived.
+        part, num_parts: the last part, and how many there were.
         finish_reason: ``"stop"``, ``"length"``, or ``"tool_calls"`` if it stopped after calls;
             ``None`` before the end.
-        stop_reason: the stop text or tokens that ended it.
         reader: reads its parts.
     """
 
@@ -265,25 +262,20 @@ class CompletionState:
         self.index = index
         self.blocks: list[AnswerBlock] = []
         self.num_tokens = 0
-        self.spec_decoding = NO_DRAFTS
-        self.has_begun = False
+        self.part = CompletionOutput(index)
+        self.num_parts = 0
         self.finish_reason: str | None = None
-        self.stop_reason: StopReason = None
         self._open_block: AnswerBlock | None = None
         self.reader = PartReader(answer_format)
 
-    def count(self, completion: CompletionOutput) -> None:
-        """Count the tokens of the next part, and take over its finish reason."""
-        self.has_begun = True
-        self.num_tokens += len(completion.token_ids)
-        self.spec_decoding = completion.spec_decoding
-        self.finish_reason, self.stop_reason = completion.finish_reason, completion.stop_reason
-
-    def add(self, completion: CompletionOutput) -> list[BlockEvent]:
-        """The events of the next part."""
-        self.count(completion)
+    def read(self, part: CompletionOutput) -> list[BlockEvent]:
+        """Read the next part; returns its events."""
+        self.part = part
+        self.num_parts += 1
+        self.num_tokens += len(part.token_ids)
+        self.finish_reason = part.finish_reason
         events: list[BlockEvent] = []
-        for kind, text, call in self.reader.read(completion):
+        for kind, text, call in self.reader.read(part):
             block = self._open_block
             if block is None or block.kind != kind or call is not None:
                 self._end_block(events)
@@ -323,11 +315,10 @@ class AnswerState:
         self._format = answer_format
         self._num_prompt_tokens = self._num_cached_tokens = 0
 
-    def parts(self, output: RequestOutput) -> list[tuple[CompletionState, CompletionOutput]]:
-        """The completions in a part of the answer, for :meth:`CompletionState.add`."""
+    def parts(self, output: RequestOutput) -> Iterator[tuple[CompletionState, CompletionOutput]]:
+        """The completions in a part of the answer, for :meth:`CompletionState.read`."""
         self._num_prompt_tokens = len(output.prompt_token_ids)
         self._num_cached_tokens = output.num_cached_tokens
-        parts = []
         for part in output.outputs:
             completion = self.completions.get(part.index)
             if completion is None:
@@ -335,8 +326,7 @@ class AnswerState:
                 self.completions[part.index] = completion
             # The last part of a request contains all completions, finished ones included.
             if completion.finish_reason is None:
-                parts.append((completion, part))
-        return parts
+                yield completion, part
 
     @property
     def usage(self) -> Usage:
@@ -347,5 +337,5 @@ class AnswerState:
             self._num_cached_tokens,
             sum(each.num_tokens for each in completions),
             sum(each.reader.num_reasoning_tokens for each in completions),
-            sum((each.spec_decoding for each in completions), NO_DRAFTS),
+            sum((each.part.spec_decoding for each in completions), NO_DRAFTS),
         )

@@ -14,7 +14,13 @@ from mlx_paged.distributed import RanksError
 from mlx_paged.distributed.values import as_json, from_json
 from mlx_paged.engine.request import Request
 from mlx_paged.errors import ArgumentError, PromptTooLongError
-from mlx_paged.request import CompletionOutput, Logprob, PrefixReport, RequestOutput
+from mlx_paged.request import (
+    CompletionOutput,
+    Logprob,
+    PrefixReport,
+    RequestOutput,
+    SpecDecodingStats,
+)
 
 
 def arrived(value: object) -> Any:
@@ -26,7 +32,16 @@ OUTPUT = RequestOutput(
     "Hello",
     [1, 2],
     [
-        CompletionOutput(0, "x", [3], -0.5, [{3: Logprob(-0.5, 1, "x")}], "stop", (3, 4), 2, 1),
+        CompletionOutput(
+            0,
+            "x",
+            [3],
+            -0.5,
+            [{3: Logprob(-0.5, 1, "x")}],
+            "stop",
+            (3, 4),
+            SpecDecodingStats((2, 1), (1, 0)),
+        ),
         CompletionOutput(1, "", [], None, None, "error"),
     ],
     finished=True,

@@ -195,6 +195,14 @@ def test_it_keeps_no_kv(tmp_path: Path):
     assert answer(alone, prompt(40), greedy(1)).num_cached_tokens == 32
 
 
+def test_centroids_spare_a_draft_the_reading_of_its_embedding():
+    (_, dense), (_, sparse) = pair(), pair(True)
+    spared = dense.model.embed_tokens.weight.nbytes
+    added = sparse.masked_embedding.centroids.weight.nbytes
+    read = [draft_model.nbytes_read(each, 1) for each in (dense, sparse)]
+    assert read[0] - read[1] == spared - added
+
+
 def test_quantised_kv_are_read_as_the_model_reads_them(monkeypatch: pytest.MonkeyPatch):
     model, assistant = pair(head_dim=32)
     rounds = Rounds(monkeypatch)

@@ -539,6 +539,7 @@ def nbytes_read(model: LanguageModel, num_rows: int) -> int:
         isinstance(each, nn.Linear | nn.QuantizedLinear) and each.weight.shape[0] == vocab_size
         for each in modules
     )
+    has_head = has_head or (isinstance(model, Head) and not model.reads_embedding)
     total = 0
     for each in modules:
         # Its own arrays, without those of its submodules.

@@ -250,6 +250,11 @@ class Head(LanguageModel):
         """The model's layer that computes the logits of drafts, unless the head has its own."""
         return None
 
+    @property
+    def reads_embedding(self) -> bool:
+        """Whether each draft reads all rows of the head's own embedding."""
+        return False
+
     @abstractmethod
     def draft(
         self,

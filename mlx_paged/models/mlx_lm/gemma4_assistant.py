@@ -91,6 +91,10 @@ class Assistant(Head):
     def num_layers(self) -> int:
         return len(self.model.layers)
 
+    @property
+    def reads_embedding(self) -> bool:
+        return "masked_embedding" not in self
+
     def draft(
         self, tokens: mx.array, hidden: mx.array, layers: Sequence[LayerKV]
     ) -> tuple[mx.array, mx.array]:

@@ -61,7 +61,7 @@ class MessageRenderer(Renderer[MessagesRequest]):
     def whole(self, *outputs: RequestOutput) -> dict[str, Any]:
         [output] = outputs
         [(completion, part)] = self.states[0].parts(output)
-        completion.add(part)
+        completion.read(part)
         content = [self._block(block, is_whole=True) for block in completion.blocks]
         has_calls = any(block["type"] == "tool_use" for block in content)
         return {
@@ -74,8 +74,8 @@ class MessageRenderer(Renderer[MessagesRequest]):
         """The events of a stream: the message's start, its blocks one after another, its end."""
         async for _, output in parts_of(answers):
             for completion, part in self.states[0].parts(output):
-                is_first, events = not completion.has_begun, completion.add(part)
-                if is_first:
+                events = completion.read(part)
+                if completion.num_parts == 1:
                     yield event({"type": "message_start", "message": self._start()})
                     yield event({"type": "ping"})
                 for each in events:
@@ -105,7 +105,7 @@ class MessageRenderer(Renderer[MessagesRequest]):
 
     def _end(self, completion: CompletionState, has_calls: bool) -> dict[str, Any]:
         """The fields that say why the answer ended."""
-        stop, most = completion.stop_reason, self.params.max_tokens
+        stop, most = completion.part.stop_reason, self.params.max_tokens
         reason = "tool_use" if has_calls else "end_turn"
         if completion.finish_reason == "length":
             is_own_limit = most is not None and completion.num_tokens >= most

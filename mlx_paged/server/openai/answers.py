@@ -122,7 +122,7 @@ class ChatRenderer(OpenAIRenderer[ChatRequest]):
         [output] = outputs
         choices = []
         for completion, part in self.states[0].parts(output):
-            completion.add(part)
+            completion.read(part)
             choice = {"index": completion.index, "message": self._message(completion)}
             choices.append({**choice, "logprobs": None, **_end(completion), **self._extras(part)})
         whole = {**self.head, "choices": choices, "usage": self.usage()}
@@ -136,9 +136,9 @@ class ChatRenderer(OpenAIRenderer[ChatRequest]):
         self, completion: CompletionState, part: CompletionOutput
     ) -> Iterator[dict[str, Any]]:
         index = completion.index
-        if not completion.has_begun:
+        if not completion.num_parts:
             yield _choice(index, {"role": "assistant", "content": ""})
-        deltas = [delta for each in completion.add(part) if (delta := self._delta(each))]
+        deltas = [delta for each in completion.read(part) if (delta := self._delta(each))]
         extras = self._extras(part) if part.token_ids else {}
         if extras and not deltas:
             deltas = [{}]  # For tokens that do not complete any text yet.
@@ -199,7 +199,7 @@ def _choice(
 
 
 def _end(completion: CompletionState) -> dict[str, Any]:
-    return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+    return {"finish_reason": completion.finish_reason, "stop_reason": completion.part.stop_reason}
 
 
 def _call(call: ToolCall, arguments: str = "") -> dict[str, Any]:

@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from mlx_paged.engine.input_processor import MAX_PROMPT_TOKENS, encode_prompt
 from mlx_paged.options.argument_values import check_token_ids
-from mlx_paged.request import CompletionOutput, RequestOutput
+from mlx_paged.request import RequestOutput
 from mlx_paged.server.errors import ApiError, api_error
 from mlx_paged.server.fields import TokenIds, first_given
-from mlx_paged.server.generations import Generation, Usage
+from mlx_paged.server.generations import CompletionState, Generation, Usage
 from mlx_paged.server.openai.answers import (
     CompletionLogprobs,
     OpenAIRenderer,
@@ -174,20 +174,18 @@ class CompletionsRenderer(OpenAIRenderer[CompletionRequest]):
     def _pieces(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """The choices for a part of the answer to a prompt."""
         for completion, part in self.states[prompt_index].parts(output):
-            is_first = not completion.has_begun
-            completion.count(part)
-            index = prompt_index * self.params.n + completion.index
-            yield self._piece(index, prompt_index if is_first else None, part, output)
+            completion.read(part)
+            yield self._piece(prompt_index, completion, output)
 
     def _piece(
-        self, index: int, prompt_index: int | None, part: CompletionOutput, output: RequestOutput
+        self, prompt_index: int, completion: CompletionState, output: RequestOutput
     ) -> dict[str, Any]:
-        """The choice for a part; ``prompt_index`` is given for the first one, which contains the
-        echo of the prompt.
-        """
-        body, has_answer = self.body, self._has_answer
+        """The choice for a part. The first one contains the echo of the prompt."""
+        body, has_answer, part = self.body, self._has_answer, completion.part
+        index = prompt_index * self.params.n + completion.index
         text, token_ids, entries = "", [], []
-        if prompt_index is not None and body.echo:
+        is_first = completion.num_parts == 1
+        if is_first and body.echo:
             text = self._prompt_text(prompt_index)
             token_ids = list(output.prompt_token_ids)
             entries = list(output.prompt_logprobs or [])
@@ -209,7 +207,6 @@ class CompletionsRenderer(OpenAIRenderer[CompletionRequest]):
             piece["logprobs"] = self._logprobs[index].of(token_ids, entries)
         if body.return_token_ids:
             piece["token_ids"] = part.token_ids if has_answer else []
-            is_first = prompt_index is not None
             piece["prompt_token_ids"] = output.prompt_token_ids if is_first else None
         return piece
 

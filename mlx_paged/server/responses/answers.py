@@ -105,7 +105,7 @@ class ResponseRenderer(Renderer[ResponsesRequest]):
     def _events_of(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """The events for a part of the answer."""
         for completion, part in self.states[0].parts(output):
-            events = completion.add(part)
+            events = completion.read(part)
             if self.params.logprobs is not None:
                 names = TokenNames(self.context.service.token_texts)
                 self._pending += chat_logprobs(names, part, self.params.logprobs)
