@@ -49,7 +49,7 @@ MAX_MISSING_TOKENS = 512
 CPU_WEIGHTS_PER_LAYER = 3e6
 CPU_WEIGHTS_PER_LAYER_AND_ROW = 0.9e6
 # The least gain on a CPU, where the cores that compute also sample and verify drafts: without it, 8
-# streams of the demo model take 2 to 14% more CPU time than without drafts.
+# streams of the demo model took 2 to 14% more CPU time than without drafts, where 5% is noise.
 CPU_MIN_GAIN = 1.3
 
 # The cost of a step with several rows over that of one row, by kind of weights: linear between the
