@@ -37,8 +37,8 @@ def main(argv: list[str] | None = None) -> int:
         module, name = COMMANDS[command]
         status: int = getattr(import_module(module), name)(rest, f"{prog} {command}")
         return status
-    texts = dict.fromkeys(("--help", "-h", "help"), HELP.format(prog=prog))
-    texts["--version"] = f"mlx_paged {__version__}"
+    texts = {"--version": f"mlx_paged {__version__}"}
+    texts |= dict.fromkeys(("--help", "-h", "help"), HELP.format(prog=prog))
     if command in texts:
         try:
             write(f"{texts[command]}\n")

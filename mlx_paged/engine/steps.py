@@ -27,6 +27,7 @@ from mlx_paged.engine.sampling.sampler import (
 from mlx_paged.engine.scheduling.batch import Batch, Scheduled
 from mlx_paged.engine.scheduling.scheduler import Scheduler
 from mlx_paged.engine.scheduling.step_budget import Budgets, TokenBudgets
+from mlx_paged.engine.speculation.speculation import Drafter
 from mlx_paged.engine.storing.tier_cache import TierCache
 from mlx_paged.errors import forget_frames, request_error
 
@@ -219,9 +220,9 @@ class Steps:
         if not self.in_flight:
             return
         step = self.in_flight[-1]
-        rows, completions, num_before = self._completions(step.batch)
+        rows, completions, num_before, readers = self._completions(step.batch)
         with self._device_work():
-            sampled = self._sampler(step.logits, rows, completions, num_before)
+            sampled = self._sampler(step.logits, rows, completions, num_before, readers)
             step.sampled = self._shared(sampled)
             step.scored = score_prompts(step.logits, step.batch.scheduled)
         known = self._scheduler.completions
@@ -422,16 +423,19 @@ class Steps:
             self._to_retry_alone.popleft()
         return None
 
-    def _completions(self, batch: Batch) -> tuple[list[int], list[Completion], list[int]]:
-        """The row of logits and the request of each token that this step samples, and the number
-        of drafts before it.
+    def _completions(
+        self, batch: Batch
+    ) -> tuple[list[int], list[Completion], list[int], list[Callable[[], Sequence[int]]]]:
+        """The row of logits and the request of each token that this step samples, the number of
+        drafts before it, and what reads them.
 
         A request for several completions is forked when its prompt is computed; they share a row.
         """
         rows: list[int] = []
         completions: list[Completion] = []
         num_before: list[int] = []
-        first_row = 0
+        readers: list[Callable[[], Sequence[int]]] = []
+        drafter, first_row = self._scheduler.speculation.drafter, 0
         for part in batch.scheduled:
             completion, num_rows = part.completion, part.num_logit_rows - part.num_scored_rows
             first_row += part.num_scored_rows
@@ -443,14 +447,16 @@ class Steps:
                     rows += range(first_row, first_row + num_rows)
                     completions += [completion] * num_rows
                     num_before += range(num_rows)
+                    readers += [partial(_first_drafts, drafter, part, n) for n in range(num_rows)]
                 else:
                     forks = [completion.fork(index) for index in range(1, completion.num_seqs)]
                     for each in (completion, *forks):
                         rows.append(first_row)
                         completions.append(each)
                         num_before.append(0)
+                        readers.append(tuple)
             first_row += num_rows
-        return rows, completions, num_before
+        return rows, completions, num_before, readers
 
     def _append(
         self,
@@ -495,11 +501,17 @@ class Steps:
             self._reports.note(completion)
 
 
+def _first_drafts(drafter: Drafter, part: Scheduled, count: int) -> Sequence[int]:
+    """The first drafts of a part of a step, once they are computed."""
+    return drafter.drafts_of(part)[:count] if count else ()
+
+
 def sample_nothing(
     logits: mx.array,  # [num_rows, vocab_size]
     rows: Sequence[int],
     completions: Sequence[Completion],
     num_before: Sequence[int] | None = None,
+    readers: Sequence[Callable[[], Sequence[int]]] = (),
 ) -> SampledTokens:
     """In place of :func:`mlx_paged.engine.sampling.sampler.sample` on a follower, which gets the
     tokens of rank 0.

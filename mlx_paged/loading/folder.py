@@ -105,6 +105,12 @@ def _has_all_weights(folder: Path) -> bool:
     )
 
 
+def is_model(path: Path) -> bool:
+    """Whether a path is that of a GGUF file, or of a folder with a model's configuration."""
+    is_gguf = path.suffix.lower() == GGUF_SUFFIX and path.is_file()
+    return is_gguf or (path / "config.json").is_file()
+
+
 def local_model_of(word: str) -> tuple[str | None, str | None]:
     """The model on this machine that a word names: a path, ``demo``, or a repository in the hub's
     cache, by its id or by the last part of it. If there is none, how to get the model that the word
@@ -115,8 +121,7 @@ def local_model_of(word: str) -> tuple[str | None, str | None]:
     """
     path = _local(word)
     if path is not None:
-        is_gguf = path.suffix.lower() == GGUF_SUFFIX and path.is_file()
-        if is_gguf or (path / "config.json").is_file():
+        if is_model(path):
             return word, None
         return None, "a model is a folder with config.json and weights, or a .gguf file"
     found = [repo for repo in local_repositories() if word in (repo, repo.partition("/")[2])]

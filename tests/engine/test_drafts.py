@@ -180,6 +180,13 @@ def test_rows_that_a_recurrent_model_computes_again_count():
     assert counts(rule, 1.0) == counts(speculation(step), 1.0) == [7]
 
 
+def test_a_gain_may_be_too_small_to_try():
+    """Eight streams with 0.9 accepted promise 1.12 times the tokens per cost."""
+    assert counts(speculation(StepCost.linear(3, 1)), *[0.9] * 8)[0] > 0
+    assert counts(speculation(StepCost.linear(3, 1), min_gain=1.3), *[0.9] * 8) == [0] * 8
+    assert counts(speculation(StepCost.linear(3, 1), min_gain=1.3), 0.9)[0] > 0
+
+
 def test_where_rows_cost_nothing_all_are_tried():
     assert counts(Speculation(), 0.99, 0.3) == [7, 7]
 

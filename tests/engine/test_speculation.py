@@ -5,6 +5,7 @@ an engine without drafts.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Any
 
 import mlx.core as mx
@@ -27,6 +28,7 @@ from helpers.workloads import Workload, assert_all_same_but_aborts, assert_same
 from paged_testing.lazy_metal import lazy_metal
 
 from mlx_paged import StructuredOutputsParams
+from mlx_paged.engine import steps
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.speculation.speculation import Drafter, PromptLookup, Speculation
 from mlx_paged.models import qwen3
@@ -138,7 +140,17 @@ def test_repetitive_text_takes_less_than_half_of_the_steps(demo: tuple[Any, Any]
     assert num_steps[7] < num_steps[0] / 2 == 40
 
 
-def test_what_a_grammar_forces_is_drafted_without_a_look_up(demo: tuple[Any, Any]):
+def test_what_a_grammar_forces_is_drafted_without_a_look_up(
+    demo: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+):
+    """All rows of a step are sampled at once, each behind the mask after the drafts before it."""
+    sample, calls = steps.sample, Counter[str]()
+
+    def counting(*args: Any) -> Any:
+        calls["sample"] += 1
+        return sample(*args)
+
+    monkeypatch.setattr(steps, "sample", counting)
     names = ["is_a_tiger", "has_a_guitar", "likes_rain"]
     properties = {name: {"type": "boolean"} for name in names}
     schema = {"properties": properties, "required": names, "additionalProperties": False}
@@ -148,6 +160,7 @@ def test_what_a_grammar_forces_is_drafted_without_a_look_up(demo: tuple[Any, Any
         plain = make_engine(*demo, run_ahead=False)
         drafting = make_engine(*demo, run_ahead=False, num_draft_tokens=7)
         outputs = [answer(engine, "Once upon a time", params) for engine in (plain, drafting)]
+        assert calls.pop("sample") == plain.scheduler.num_steps + drafting.scheduler.num_steps
         assert_same(outputs[1], outputs[0])
         assert drafting.scheduler.num_steps < plain.scheduler.num_steps / 2
         stats = drafting.stats().spec_decoding
@@ -378,10 +391,10 @@ def test_a_draw_that_fails_in_the_middle_of_a_verification_keeps_the_tokens_befo
 
     sample, num_failed = steps_module.sample, iter(range(100))
 
-    def failing(logits: Any, rows: Any, requests: Any, num_before: Any = None) -> Any:
+    def failing(logits: Any, rows: Any, requests: Any, num_before: Any = None, *more: Any) -> Any:
         if num_before is None and next(num_failed) % 4 == 2:
             raise RuntimeError("the device gave up")
-        return sample(logits, rows, requests, num_before)
+        return sample(logits, rows, requests, num_before, *more)
 
     monkeypatch.setattr(steps_module, "sample", failing)
     params = greedy(25, frequency_penalty=0.1)

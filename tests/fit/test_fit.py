@@ -473,7 +473,7 @@ def test_json_has_the_same_in_bytes(large: Path, capsys: pytest.CaptureFixture[s
         (["demo", "--chip", "M9"], "unknown chip 'M9'; known: M1, M1 Pro"),
         (["demo", "--kv-bits", "3"], "argument --kv-bits"),
         (["demo", "--parallel", "0"], "argument --parallel"),
-        (["demo", "--draft-model", "auto"], "--draft-model: 'auto': "),
+        (["demo", "--draft-model", "/nowhere"], "--draft-model: no folder '/nowhere'"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(

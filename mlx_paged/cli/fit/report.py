@@ -15,7 +15,7 @@ from mlx_paged.cli.fit.verdict import (
 )
 from mlx_paged.errors import ArgumentError
 from mlx_paged.loading import LoadError
-from mlx_paged.loading.folder import GGUF_SUFFIX, find_local_model, local_repositories
+from mlx_paged.loading.folder import find_local_model, is_model, local_repositories
 from mlx_paged.loading.gguf.files import is_later_part
 from mlx_paged.loading.outline import Outline, read_outline
 from mlx_paged.models.memory import format_nbytes
@@ -143,10 +143,8 @@ def _models_in(folders: Sequence[str]) -> Iterator[Path]:
         folder = Path(name).expanduser()
         if not folder.is_dir():
             raise ArgumentError(f"{name!r} is not a folder")
-        is_model = (folder / "config.json").is_file()
-        for path in [folder] if is_model else sorted(folder.iterdir()):
-            is_gguf = path.suffix.lower() == GGUF_SUFFIX and path.is_file()
-            if (path / "config.json").is_file() or (is_gguf and not is_later_part(path)):
+        for path in [folder] if is_model(folder) else sorted(folder.iterdir()):
+            if is_model(path) and not is_later_part(path):
                 yield path
 
 

@@ -180,11 +180,13 @@ def sample(
     rows: Sequence[int],  # [num_completions]
     completions: Sequence[Completion],
     num_before: Sequence[int] | None = None,  # [num_completions]
+    readers: Sequence[Callable[[], Sequence[int]]] = (),  # [num_completions]
 ) -> SampledTokens:
     """Launch the sampling of each request's next token from its row of logits.
 
     Several requests may share a row. A request may have several entries, to verify its drafts:
-    ``num_before`` is the number of drafts before each sampled token, 0 by default. The state of a
+    ``num_before`` is the number of drafts before each sampled token, 0 by default, and ``readers``
+    read these drafts, which only a grammar needs. The state of a
     request between two tokens is its ``sampling_state``. The request's own functions are called
     here, and wait for the device if they read numbers.
     """
@@ -202,7 +204,7 @@ def sample(
         positions = [completion.num_output_tokens for completion in completions]
         if num_before is not None:
             positions = list(map(operator.add, positions, num_before))
-        sampled = _draw_with_settings(logits, completions, states, positions)
+        sampled = _draw_with_settings(logits, completions, states, positions, readers)
     mx.async_eval(sampled.token_ids, sampled.peaks, sampled.report, sampled.drawn)
     return sampled
 
@@ -245,11 +247,12 @@ def _draw_with_settings(
     completions: Sequence[Completion],
     states: Sequence[SamplingState],
     positions: Sequence[int],  # [num_completions], of the tokens in the answers
+    readers: Sequence[Callable[[], Sequence[int]]],  # [num_completions]
 ) -> SampledTokens:
     failed: dict[int, Exception] = {}
     changed = [entry for entry, state in enumerate(states) if state.may_leave_nothing]
     processed, peaks = _adjust(logits, completions, states), None
-    processed = _keep_to_grammars(processed, completions, states, failed)
+    processed = _keep_to_grammars(processed, completions, states, failed, readers)
     if changed:
         processed, peaks = _run_processors(processed, completions, changed, failed)
     processed = force_tokens(processed, completions, [state.thinking_budget for state in states])

@@ -325,11 +325,12 @@ def force_tokens(
 # Penalties and temperatures are at most this, and top_p at least its inverse, so that all products
 # are finite in float32: a scale of 0 would turn filtered tokens into NaN.
 HUGE = 1e30
-# Without these settings, a draw depends only on its row of logits and its position.
+# Without these settings, a draw depends only on its row of logits, its position and, with a
+# grammar, the drafts before it.
 _CROSS_ROW_DEFAULTS = [
     (name, getattr(SamplingParams(), name))
     for name, param in SAMPLING_PARAMS.items()
-    if not param.per_row
+    if not param.per_row and name != "structured_outputs"
 ]
 COLDEST = 1e-6  # the least temperature: log-probabilities over a lower one overflow float32
 

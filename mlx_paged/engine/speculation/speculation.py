@@ -204,7 +204,7 @@ class Speculation:
     """A drafter, and the rule for how many drafts each request of a step has.
 
     The most likely drafts of all requests are chosen, as many as maximise the expected tokens per
-    cost.
+    cost, unless these are fewer than ``min_gain`` times those of a step without drafts.
 
     Args:
         num_draft_tokens: the most drafts of a request in a step; 0 for no speculation.
@@ -212,6 +212,7 @@ class Speculation:
         draft_pass: cost of a pass of the draft model; k drafts take k passes.
         waiting_share: how much longer a step with drafts takes because it has to be read before the
             next one is launched.
+        min_gain: how many times the tokens per cost of a step without drafts they have to promise.
         repeats_runs: whether a rejected draft makes the next step compute the accepted rows again,
             as for a recurrent model.
         reads_grammars: whether tokens that a request's grammar forces are drafts, and those that it
@@ -224,6 +225,7 @@ class Speculation:
     step: StepCost = FREE_ROWS
     draft_pass: StepCost = NO_COST
     waiting_share: float = 0.0
+    min_gain: float = 1.0
     repeats_runs: bool = False
     reads_grammars: bool = True
     records: DraftRecords = field(default_factory=DraftRecords, compare=False)
@@ -285,10 +287,10 @@ class Speculation:
         threshold = self.step.least_slope(num_rows) * num_tokens / plain_cost
         drafts = sorted(self._likely_drafts(completions, run_lengths, threshold))
         if -sum(unlikely for unlikely, *_ in drafts) <= (
-            threshold * len(drafts) + self.waiting_share * num_tokens
+            threshold * len(drafts) + (self.waiting_share + self.min_gain - 1) * num_tokens
         ):
             return counts  # Together they gain less than the waiting costs.
-        best, best_rate, best_cost = 0, num_tokens / plain_cost, plain_cost
+        best, best_rate, best_cost = 0, self.min_gain * num_tokens / plain_cost, plain_cost
         gained = num_repeated = 0.0
         other_cost, pass_rows = self.waiting_share * plain_cost, [0] * self.num_draft_tokens
         for number, (unlikely, _, depth, repeated) in enumerate(drafts, 1):

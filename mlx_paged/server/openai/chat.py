@@ -135,7 +135,7 @@ class UsageOptions(StreamOptions):
 class OpenAIFields(GenerationFields, FormatFields):
     """The fields that chat and completions share."""
 
-    stream_options: UsageOptions | None = None
+    stream_options: UsageOptions | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     request_id: Annotated[str, Field(pattern="^[A-Za-z0-9._:-]{1,128}$")] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
