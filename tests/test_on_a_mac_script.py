@@ -23,7 +23,7 @@ from benchmarks.mac import mac_kernels, mac_sections, on_a_mac
 from benchmarks.mac.mac_card import make_card, verdicts_of
 from benchmarks.mac.mac_kernels import Decode
 from benchmarks.mac.mac_sections import SECTIONS, SIZES, Section
-from mlx_paged.engine.speculation.draft_model import ROW_COSTS
+from mlx_paged.engine.speculation.step_costs import ROW_COSTS
 from mlx_paged.ops import kernels
 from mlx_paged.ops.attention_plan import AttentionPlan
 

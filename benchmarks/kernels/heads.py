@@ -30,7 +30,6 @@ from benchmarks.lib.held_out import Question, questions
 from mlx_paged import demo_model_path, load
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.request import Completion
-from mlx_paged.engine.speculation.draft_model import ROW_COSTS
 from mlx_paged.engine.speculation.speculation import (
     NO_SPECULATION,
     PROMPT_LOOKUP,
@@ -38,6 +37,7 @@ from mlx_paged.engine.speculation.speculation import (
     Speculation,
     StepCost,
 )
+from mlx_paged.engine.speculation.step_costs import ROW_COSTS
 from mlx_paged.loading import load_draft_model
 from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import NO_DRAFTS

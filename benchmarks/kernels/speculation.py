@@ -36,7 +36,7 @@ from benchmarks.lib.card import machine_card, print_card, print_json, print_tabl
 from benchmarks.lib.models import QWEN3_0_6B_LAYERS, random_weights
 from mlx_paged import Sequences, demo_model_path, load, run_step
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.speculation.draft_model import cost_of
+from mlx_paged.engine.speculation.step_costs import cost_of
 from mlx_paged.models import qwen3
 from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.mlx_lm import adapt

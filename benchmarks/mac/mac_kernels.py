@@ -22,7 +22,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from mlx_paged.engine.speculation.draft_model import CHIPS
+from mlx_paged.engine.speculation.step_costs import CHIPS
 from mlx_paged.models.kv_cache import weight_nbytes
 from mlx_paged.ops import (
     AttentionMetadata,

@@ -25,11 +25,11 @@ from mlx_paged.engine.scheduling.step_budget import Budgets, TokenBudgets
 from mlx_paged.engine.speculation.draft_model import (
     DraftModel,
     check_draft_model,
-    num_parameters_of,
     speculation_of,
 )
 from mlx_paged.engine.speculation.head_drafter import AssistantDrafter, HeadDrafter
 from mlx_paged.engine.speculation.speculation import StepCost
+from mlx_paged.engine.speculation.step_costs import num_parameters_of
 from mlx_paged.engine.steps import Steps
 from mlx_paged.engine.storing.snapshots import Snapshots
 from mlx_paged.engine.storing.tier_cache import TierCache

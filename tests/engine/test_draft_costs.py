@@ -11,13 +11,14 @@ from helpers.completions import new_completion
 from helpers.engine_runs import CONFIG
 
 from mlx_paged.engine.request import Completion
-from mlx_paged.engine.speculation.draft_model import ROW_COSTS, DraftModel, cost_of, row_costs
+from mlx_paged.engine.speculation.draft_model import DraftModel
 from mlx_paged.engine.speculation.draft_record import DraftRecord, DraftRecords
 from mlx_paged.engine.speculation.speculation import (
     Drafter,
     Speculation,
     StepCost,
 )
+from mlx_paged.engine.speculation.step_costs import ROW_COSTS, cost_of, row_costs
 from mlx_paged.models import qwen3
 from mlx_paged.ops import device
 

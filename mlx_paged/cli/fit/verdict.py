@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from mlx_paged.cache import KVCacheConfig
 from mlx_paged.cli.fit.machine import Machine
 from mlx_paged.core.block_need import BlockNeed
-from mlx_paged.engine.speculation.draft_model import cost_of, nbytes_read, num_parameters_of
 from mlx_paged.engine.speculation.speculation import WAITING_SHARE
+from mlx_paged.engine.speculation.step_costs import cost_of, nbytes_read, num_parameters_of
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.activations import activation_nbytes, default_activation_nbytes
 from mlx_paged.models.context_length import context_length

@@ -40,8 +40,8 @@ from mlx_paged.core import SequenceState, SequenceStates
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.request import Completion
 from mlx_paged.engine.speculation import draft_model
-from mlx_paged.engine.speculation.draft_model import cost_of
 from mlx_paged.engine.speculation.speculation import MAX_RUN, Drafter
+from mlx_paged.engine.speculation.step_costs import cost_of
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.mlx_lm import adapt
