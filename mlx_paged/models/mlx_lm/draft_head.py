@@ -193,6 +193,7 @@ LAYOUTS = {
 REFUSED = {
     "deepseek_v32": "its layer attends to the tokens that an indexer chooses",
     "glm_moe_dsa": "its layer attends to the tokens that an indexer chooses",
+    "exaone_moe": "the window of its layer is in fields that mlx-lm does not read",
     "deepseek_v41": "it takes the rows of several residual streams",
     "longcat_flash_ngram": "it embeds several tokens at once",
 }
