@@ -115,7 +115,7 @@ def load_head(
 
     Args:
         target: the model that it drafts for.
-        name: a folder or a file with the head, or :data:`AUTO` for the model's own folder.
+        name: a folder with the head, or :data:`AUTO` for the model's own folder.
         evaluates_weights: otherwise the head has the sizes of the real one, and can't run.
 
     Returns:
@@ -214,8 +214,7 @@ def _own_tensors(folder: Path, layout: HeadLayout, last: int) -> dict[str, mx.ar
 
 
 def _tensors(path: Path, layout: HeadLayout, last: int) -> dict[str, mx.array]:
-    files = sorted(path.rglob("*.safetensors")) if path.is_dir() else [path]
-    return _read(files, layout, last, needs_name=False)
+    return _read(sorted(path.rglob("*.safetensors")), layout, last, needs_name=False)
 
 
 def _read(
