@@ -230,6 +230,12 @@ def test_a_head_counts_with_its_layer_and_the_rows_that_are_kept_for_it(with_hea
     assert found.state_nbytes(4) == plain.state_nbytes(4) * 5 / 4
 
 
+def test_states_of_a_recurrent_draft_model_count(with_head: Path):
+    plain = footprint(with_head)
+    drafting = Footprint(plain.model, None, plain.model)
+    assert drafting.state_nbytes(4) == 2 * plain.state_nbytes(4) * 5 / 4 > 0
+
+
 def test_the_speed_with_drafts_follows_from_the_cost_of_their_rows(with_head: Path):
     outline = read_outline(with_head, draft_model="auto")
     found = Footprint(outline.model, None, outline.draft_model)

@@ -87,8 +87,10 @@ class Footprint:
 
     def state_nbytes(self, num_seqs: int) -> int:
         """States of recurrent layers, including all copies that exist at once."""
-        copies = NUM_COPIES_AHEAD + (NUM_COPIES_BEFORE_DRAFTS if self.draft_model else 0)
-        return num_seqs * copies * self.model.state_nbytes
+        draft, copies, nbytes = self.draft_model, NUM_COPIES_AHEAD, self.model.state_nbytes
+        if draft is not None:
+            copies, nbytes = copies + NUM_COPIES_BEFORE_DRAFTS, nbytes + draft.state_nbytes
+        return num_seqs * copies * nbytes
 
     def kv_nbytes(self, num_tokens: int, num_seqs: int) -> int:
         """K/V of sequences of ``num_tokens`` each, in whole blocks."""
