@@ -121,8 +121,6 @@ class ModelRunner:
             rows = None if hidden is None else hidden.rows
             mx.async_eval(logits, [] if rows is None else rows, cache.arrays)
         if draft_model is not None:
-            if rows is not None and not cache.can_run_ahead:
-                mx.eval(logits, rows, cache.arrays)
             draft_model.follow(batch, tokens, rows, states)
         if states is not None:
             put_states(self._manager, seq_ids, counts, states)

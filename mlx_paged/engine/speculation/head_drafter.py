@@ -53,10 +53,11 @@ class HeadState(DraftState):
 
     def begin(self, start: int) -> None:
         """Begin a step that computes the tokens from ``start`` on."""
-        # What came after it was lost to a preemption or a rollback.
         self.num_computed = min(self.num_computed, start)
-        self.rows = [each._replace(end=min(each.end, start)) for each in self.rows]
-        self.rows = [each for each in self.rows if each.begin < each.end]
+        if self.rows and self.rows[-1].end > start:
+            # What came after it was lost to a preemption or a rollback.
+            self.rows = [each._replace(end=min(each.end, start)) for each in self.rows]
+            self.rows = [each for each in self.rows if each.begin < each.end]
         if not self.rows or self.rows[-1].end < start:
             # The tokens before it are those of a block that another request has computed.
             self.rows, self.num_computed = [], start
@@ -174,6 +175,7 @@ class HeadDrafter(DraftModel):
         if pending:
             places, rows = mx.array(list(zip(*pending, strict=True)), dtype=mx.int32)
             known[places] = tokens[rows]
+        self._wait_for(hidden)
         self._catch_up(runs, known, batch.shares_new_blocks)
         self._shorten_rows(runs)
 
@@ -191,7 +193,15 @@ class HeadDrafter(DraftModel):
                 rows += [row + end - 1 - part.start for end in ends]
             row += part.num_new_tokens
         if blocks:
+            self._wait_for(hidden)
             self.cache.layers[-1].write_hidden_rows(blocks, hidden[mx.array(rows)])
+
+    def _wait_for(self, hidden: mx.array) -> None:
+        """Wait for the model's part of a step where slabs that it still reads would be copied by
+        the next write.
+        """
+        if not self.cache.can_run_ahead:
+            mx.eval(hidden, self.cache.arrays)
 
     def _table(self, completion: Completion) -> list[int]:
         return self._manager.groups[completion.seq_id][self._group].block_ids
