@@ -22,6 +22,7 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.request import Completion
 from mlx_paged.engine.speculation import draft_model
 from mlx_paged.engine.speculation.speculation import Speculation
+from mlx_paged.engine.speculation.step_costs import nbytes_read
 from mlx_paged.errors import ArgumentError, UnsuitableModelError
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm import check_model, gemma4_assistant
@@ -199,7 +200,7 @@ def test_centroids_spare_a_draft_the_reading_of_its_embedding():
     (_, dense), (_, sparse) = pair(), pair(True)
     spared = dense.model.embed_tokens.weight.nbytes
     added = sparse.masked_embedding.centroids.weight.nbytes
-    read = [draft_model.nbytes_read(each, 1) for each in (dense, sparse)]
+    read = [nbytes_read(each, 1) for each in (dense, sparse)]
     assert read[0] - read[1] == spared - added
 
 
