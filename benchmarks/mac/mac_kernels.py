@@ -265,7 +265,7 @@ def measure_row_costs(width: int, nbytes: int, turns: int) -> Iterator[Row]:
 
     Args:
         width: of the layers.
-        nbytes: of the weights of a chain, so many that no cache holds them.
+        nbytes: of the weights of a chain, which must not fit in a cache.
     """
     gpu = device.apple_gpu()
     chip = "this machine" if gpu is None else CHIPS.get(gpu.generation, f"g{gpu.generation}")

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.disk_tiers import tiered
-from helpers.drafting import EagerSpeculation
+from helpers.drafting import eager_drafts
 from helpers.engine_runs import CONFIG, answer, greedy, make_engine, prompt, replays_of, sampled
 from helpers.model_zoo import config_of, make_from_config
 from helpers.workloads import Workload, assert_all_same_but_aborts, assert_same
@@ -27,7 +27,6 @@ from mlx_paged.engine import compiled_decode
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.request import Completion
 from mlx_paged.engine.speculation import draft_model, head_drafter
-from mlx_paged.engine.speculation.speculation import Speculation
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models import qwen3
 from mlx_paged.models.language_model import HiddenRows, LanguageModel, model_type_of
@@ -70,11 +69,6 @@ def pair(kind: str, **changes: int) -> tuple[LanguageModel, DraftHead]:
     head = DraftHead(checked, LAYOUTS[model_type_of(checked)])
     mx.eval(head.parameters())
     return checked, head
-
-
-def eager(engine: Engine) -> Speculation:
-    assert engine.runner.draft_model is not None
-    return EagerSpeculation(engine.runner.draft_model, 5)
 
 
 class FirstDrafts:
@@ -168,7 +162,7 @@ def test_answers_are_those_without_a_head(
     workload = Workload(41 + is_ahead, 20, model.args.vocab_size)
     plain = workload.run(model, run_ahead=False)
     drafts = FirstDrafts(monkeypatch)
-    drafting = workload.run(model, draft_model=head, speculation=eager, run_ahead=is_ahead)
+    drafting = workload.run(model, draft_model=head, speculation=eager_drafts, run_ahead=is_ahead)
     assert_all_same_but_aborts(drafting, plain)
     stats = drafting.engine.stats()
     assert 0 < stats.spec_decoding.num_accepted_tokens < stats.spec_decoding.num_draft_tokens
@@ -200,7 +194,7 @@ def test_a_head_keeps_to_grammars(demo: tuple[Any, Any], monkeypatch: pytest.Mon
     words = StructuredOutputsParams(regex="(name: [a-z]{1,9}, [0-9]{2}. ){30}")
     params = sampled(2, 50, structured_outputs=words, n=2)
     engines = make_engine(model, tokenizer), make_engine(model, tokenizer, draft_model=head)
-    engines[1].scheduler.speculation = eager(engines[1])
+    engines[1].scheduler.speculation = eager_drafts(engines[1])
     plain, drafting = (answer(engine, "Once upon a time", params) for engine in engines)
     assert_same(drafting, plain)
     assert engines[1].stats().spec_decoding.num_accepted_tokens > 20
@@ -219,7 +213,7 @@ def test_after_a_restart_drafts_begin_with_the_row_before_them(
     tokens = prompt(70)
     for num_read in (0, 64):
         with tiered(model, tmp_path, draft_model=head) as engine:
-            engine.scheduler.speculation = eager(engine)
+            engine.scheduler.speculation = eager_drafts(engine)
             assert answer(engine, tokens, greedy(20)).num_read_tokens == num_read
         check(drafts, (model, head), 3)
 
@@ -233,7 +227,7 @@ def test_a_snapshot_holds_what_the_head_needs(
     tokens = prompt(70)
     first, second = (make_engine(model, draft_model=head) for _ in range(2))
     for engine in (first, second):
-        engine.scheduler.speculation = eager(engine)
+        engine.scheduler.speculation = eager_drafts(engine)
     whole = answer(first, tokens, greedy(20))
     first.save_snapshot(tmp_path / "a", [*tokens, *whole.outputs[0].token_ids])
     second.load_snapshot(tmp_path / "a")
@@ -250,7 +244,7 @@ def test_replayed_decodes_give_their_hidden_rows(monkeypatch: pytest.MonkeyPatch
     drafts = FirstDrafts(monkeypatch)
 
     def drafted(engine: Engine) -> tuple[list[int], list[tuple[list[int], np.ndarray]]]:
-        engine.scheduler.speculation = EagerSpeculation(engine.runner.draft_model, 2)
+        engine.scheduler.speculation = eager_drafts(engine, 2)
         drafts.seen.clear()
         return answer(engine, prompt(30), greedy(40)).outputs[0].token_ids, list(drafts.seen)
 
@@ -297,7 +291,7 @@ def test_a_head_that_does_not_fit_is_noticed_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(head_drafter, "NUM_COUNTED", 20)
     model, head = pair("glm4_moe")
     engine = make_engine(model, draft_model=head)
-    engine.scheduler.speculation = EagerSpeculation(engine.runner.draft_model, 2)
+    engine.scheduler.speculation = eager_drafts(engine, 2)
     with pytest.warns(UserWarning, match="of the first 20 drafts of the head") as caught:
         for seed in range(3):
             answer(engine, prompt(20, seed), greedy(40))
@@ -325,7 +319,7 @@ def test_a_fault_that_acceptance_hardly_shows_changes_logits(
     plant(wrong, monkeypatch)
     drafts = FirstDrafts(monkeypatch)
     engine = make_engine(model, draft_model=wrong)
-    engine.scheduler.speculation = eager(engine)
+    engine.scheduler.speculation = eager_drafts(engine)
     answer(engine, prompt(30), greedy(30))
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         check(drafts, (model, head), 3)

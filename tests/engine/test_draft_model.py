@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from helpers.drafting import EagerSpeculation
+from helpers.drafting import eager_drafts
 from helpers.engine_runs import (
     CONFIG,
     VOCAB_SIZE,
@@ -53,11 +53,6 @@ def perturbed(model: qwen3.Model, by: float = 0.02, **config: Any) -> qwen3.Mode
     return other
 
 
-def eager(engine: Engine) -> Speculation:
-    assert engine.runner.draft_model is not None
-    return EagerSpeculation(engine.runner.draft_model, 5)
-
-
 @pytest.fixture(scope="module")
 def draft_model(model: qwen3.Model) -> qwen3.Model:
     """Of one layer less, and other weights."""
@@ -72,7 +67,9 @@ def test_requests_of_every_kind_get_the_same_as_without(
     workload = Workload(seed + 40, 20, VOCAB_SIZE)
     plain = workload.run(model, run_ahead=False)
     draft_model = perturbed(model, by=0.1, num_hidden_layers=1 + seed % 2)
-    drafting = workload.run(model, draft_model=draft_model, speculation=eager, run_ahead=is_ahead)
+    drafting = workload.run(
+        model, draft_model=draft_model, speculation=eager_drafts, run_ahead=is_ahead
+    )
     assert_all_same_but_aborts(drafting, plain)
     stats = drafting.engine.stats()
     assert 0 < stats.spec_decoding.num_accepted_tokens < stats.spec_decoding.num_draft_tokens
@@ -84,7 +81,7 @@ def test_kernels_run_both_models(kernel_model: qwen3.Model):
     plain = workload.run(kernel_model, run_ahead=False)
     with lazy_metal(computes=True):
         drafting = workload.run(
-            kernel_model, draft_model=perturbed(kernel_model), speculation=eager
+            kernel_model, draft_model=perturbed(kernel_model), speculation=eager_drafts
         )
     assert drafting.engine.cache.backend.name == "metal"
     assert_all_same_but_aborts(drafting, plain)
@@ -94,7 +91,7 @@ def test_kernels_run_both_models(kernel_model: qwen3.Model):
 def test_a_model_that_makes_its_own_drafts_is_always_right(model: qwen3.Model, params: Any):
     """It sees what it would see on its own after prefix hits, chunks, forks and catching up."""
     engine = make_engine(model, draft_model=model, max_num_seqs=4, max_num_batched_tokens=16)
-    engine.scheduler.speculation = eager(engine)
+    engine.scheduler.speculation = eager_drafts(engine)
     first: dict[str, RequestOutput] = {}
     for name in ("first", "second"):  # the second one finds the prompt of the first
         engine.add_request(name, prompt(50), params)
@@ -134,7 +131,7 @@ def test_drafts_of_a_model_keep_to_the_grammar(demo: tuple[Any, Any], reasons: b
 
     plain = ask_all(make_engine(model, tokenizer))
     engine = make_engine(model, tokenizer, draft_model=model)
-    engine.scheduler.speculation = eager(engine)
+    engine.scheduler.speculation = eager_drafts(engine)
     launch, num_forced = engine.runner.launch, 0
 
     def counting(batch: Batch, awaited: Any) -> mx.array:
@@ -157,7 +154,7 @@ def test_drafts_are_not_read_within_a_step_without_a_grammar(
     model: qwen3.Model, monkeypatch: pytest.MonkeyPatch
 ):
     engine = make_engine(model, draft_model=model)
-    engine.scheduler.speculation = eager(engine)
+    engine.scheduler.speculation = eager_drafts(engine)
     launch, read, is_launching = engine.runner.launch, DraftState.read_drafts, False
 
     def launching(batch: Batch, awaited: Any) -> mx.array:
@@ -189,7 +186,7 @@ def test_preempted_requests_keep_the_draft_models_context(model: qwen3.Model, sw
         enable_prefix_caching=False,
         watermark=0,
     )
-    engine.scheduler.speculation = eager(engine)
+    engine.scheduler.speculation = eager_drafts(engine)
     asks = {"a": (prompt(40), greedy(60)), "b": (prompt(41), greedy(50))}
     for name, (tokens, params) in asks.items():
         engine.add_request(name, tokens, params)
@@ -203,7 +200,7 @@ def test_preempted_requests_keep_the_draft_models_context(model: qwen3.Model, sw
 
 def test_a_step_that_fails_is_run_again(model: qwen3.Model, draft_model: qwen3.Model):
     engine = make_engine(model, draft_model=draft_model)
-    engine.scheduler.speculation = eager(engine)
+    engine.scheduler.speculation = eager_drafts(engine)
     drafter = engine.runner.draft_model
     number, calls = iter(range(1000)), drafter.model
 
@@ -221,13 +218,18 @@ def test_a_step_that_fails_is_run_again(model: qwen3.Model, draft_model: qwen3.M
         assert completion.token_ids == ask_alone(model, prompt(20, seed=ord(name)), greedy(20))
 
 
-def test_what_does_not_pay_is_tried_less_and_less_but_not_given_up(model: qwen3.Model):
+def with_drafts_that_do_not_pay(model: qwen3.Model) -> Engine:
     mx.random.seed(5)
     other = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG))  # knows nothing
     engine = make_engine(model, draft_model=other, kv_cache_bytes="400blocks")
     engine.scheduler.speculation = Speculation(
         engine.runner.draft_model, 3, StepCost.linear(1, 0.1), StepCost.linear(0.2, 0.01)
     )
+    return engine
+
+
+def test_what_does_not_pay_is_tried_less_and_less_but_not_given_up(model: qwen3.Model):
+    engine = with_drafts_that_do_not_pay(model)
     engine.add_request("a", prompt(20), greedy(400))
     drafted: list[int] = []
     while engine.has_unfinished_requests():
@@ -237,12 +239,7 @@ def test_what_does_not_pay_is_tried_less_and_less_but_not_given_up(model: qwen3.
 
 
 def test_the_next_turn_of_a_conversation_knows_what_does_not_pay(model: qwen3.Model):
-    mx.random.seed(5)
-    other = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG))  # knows nothing
-    engine = make_engine(model, draft_model=other, kv_cache_bytes="400blocks")
-    engine.scheduler.speculation = Speculation(
-        engine.runner.draft_model, 3, StepCost.linear(1, 0.1), StepCost.linear(0.2, 0.01)
-    )
+    engine = with_drafts_that_do_not_pay(model)
     first = answer(engine, prompt(50), greedy(20)).outputs[0]
     assert first.spec_decoding.num_draft_tokens > 0
     for history in (prompt(50) + first.token_ids, prompt(50)):  # without its answer, too
@@ -292,7 +289,7 @@ def test_every_door_takes_one(demo: tuple[Any, Any], tmp_path: Path):
     # The model's own folder would stand for the head in it.
     copied = shutil.copytree(demo_model_path(), tmp_path / "copied")
     llm = LLM(demo_model_path(), draft_model=copied, kv_cache_bytes="100blocks")
-    llm.engine.scheduler.speculation = eager(llm.engine)
+    llm.engine.scheduler.speculation = eager_drafts(llm.engine)
     (output,) = llm.generate(FACTS, greedy(30))
     assert output.outputs[0].text == plain
     assert output.outputs[0].spec_decoding.num_accepted_tokens > 10

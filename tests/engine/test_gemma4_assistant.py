@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.drafting import EagerSpeculation
+from helpers.drafting import eager_drafts
 from helpers.engine_runs import answer, greedy, make_engine, prompt
 from helpers.model_zoo import config_of, make, make_from_config
 from helpers.workloads import Workload, assert_all_same_but_aborts
@@ -18,10 +18,8 @@ from mlx.nn import Module
 from mlx.utils import tree_flatten
 from paged_testing.pure_metal import pure_metal
 
-from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.request import Completion
 from mlx_paged.engine.speculation import draft_model
-from mlx_paged.engine.speculation.speculation import Speculation
 from mlx_paged.engine.speculation.step_costs import nbytes_read
 from mlx_paged.errors import ArgumentError, UnsuitableModelError
 from mlx_paged.models.language_model import LanguageModel
@@ -74,11 +72,6 @@ def pair(has_centroids: bool = False, head_dim: int = 16) -> tuple[LanguageModel
     assistant.load_weights(weights)
     mx.eval(assistant.parameters())
     return model, assistant
-
-
-def eager(engine: Engine) -> Speculation:
-    assert engine.runner.draft_model is not None
-    return EagerSpeculation(engine.runner.draft_model, 5)
 
 
 class Rounds:
@@ -175,7 +168,7 @@ def test_answers_are_those_without_it_and_each_draft_is_that_of_the_whole_text(
     plain = workload.run(model, run_ahead=False)
     rounds = Rounds(monkeypatch)
     drafting = workload.run(
-        model, draft_model=assistant, speculation=eager, run_ahead=has_centroids
+        model, draft_model=assistant, speculation=eager_drafts, run_ahead=has_centroids
     )
     assert_all_same_but_aborts(drafting, plain)
     assert drafting.engine.stats().spec_decoding.num_accepted_tokens > 0
@@ -208,7 +201,7 @@ def test_quantised_kv_are_read_as_the_model_reads_them(monkeypatch: pytest.Monke
     model, assistant = pair(head_dim=32)
     rounds = Rounds(monkeypatch)
     engine = make_engine(model, draft_model=assistant, kv_format=8)
-    engine.scheduler.speculation = eager(engine)
+    engine.scheduler.speculation = eager_drafts(engine)
     answer(engine, prompt(40), greedy(20))
     for logits, expected in rounds.with_expected(model, assistant):
         assert np.corrcoef(logits, expected)[0, 1] > 0.95
@@ -220,7 +213,7 @@ def test_kernels_read_the_same(monkeypatch: pytest.MonkeyPatch):
     rounds = Rounds(monkeypatch)
     with pure_metal():
         engine = make_engine(model, draft_model=assistant)
-        engine.scheduler.speculation = eager(engine)
+        engine.scheduler.speculation = eager_drafts(engine)
         drafted = answer(engine, prompt(36), greedy(20))
     assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
     for logits, expected in rounds.with_expected(model, assistant):

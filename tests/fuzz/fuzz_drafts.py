@@ -7,13 +7,12 @@ from functools import cache, partial
 from typing import Any
 
 from fuzzing import Case
-from helpers.drafting import EagerSpeculation
+from helpers.drafting import eager_drafts
 from helpers.engine_runs import load_demo
 from helpers.workloads import Ask, Workload, assert_all_same_but_aborts
 
 from benchmarks.lib.held_out import questions
 from mlx_paged import StructuredOutputsParams
-from mlx_paged.engine.engine import Engine
 from mlx_paged.loading import load_draft_model
 
 NUM_REQUESTS = 10  # of a case
@@ -68,13 +67,13 @@ def _ask_for_text(rng: random.Random, ask: Ask, prompt: list[int]) -> None:
 def compare(workload: Workload, num_drafts: int, is_ahead: bool) -> None:
     model, tokenizer, head, _ = models()
 
-    def eager(engine: Engine) -> EagerSpeculation:
-        assert engine.runner.draft_model is not None
-        return EagerSpeculation(engine.runner.draft_model, num_drafts)
-
     plain = workload.run(model, tokenizer, run_ahead=False)
     drafting = workload.run(
-        model, tokenizer, draft_model=head, speculation=eager, run_ahead=is_ahead
+        model,
+        tokenizer,
+        draft_model=head,
+        speculation=partial(eager_drafts, num_draft_tokens=num_drafts),
+        run_ahead=is_ahead,
     )
     assert_all_same_but_aborts(drafting, plain, ATOL)
     assert drafting.engine.stats().spec_decoding.num_accepted_tokens > 0

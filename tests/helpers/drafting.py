@@ -113,3 +113,9 @@ class EagerSpeculation(Speculation):
 
 def eager_speculation(vocab_size: int, answer: Knows = nothing, seed: int = 0) -> EagerSpeculation:
     return EagerSpeculation(RandomDrafter(vocab_size, answer, seed), seed=seed)
+
+
+def eager_drafts(engine: Engine, num_draft_tokens: int = 5) -> EagerSpeculation:
+    """Drafts of an engine's draft model."""
+    assert engine.runner.draft_model is not None
+    return EagerSpeculation(engine.runner.draft_model, num_draft_tokens)

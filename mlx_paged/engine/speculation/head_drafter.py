@@ -282,24 +282,6 @@ class AssistantDrafter(HeadDrafter):
         super().__init__(model, cache, manager)
         self._layers = slice(len(cache.layers))
 
-    def run(self, batch: Batch, states: Sequence[StepState] | None) -> None:
-        runs, drafted, rows = [], [], []
-        for part in batch.scheduled:
-            completion = part.completion
-            num_drafts = part.draft_token_ids.count(PENDING_TOKEN)
-            state = self._state_of(completion, part.start)
-            state.begin(part.start)
-            state.drafts = []
-            if num_drafts:
-                end = part.start + part.num_new_tokens - num_drafts
-                runs.append(DraftRun(completion, end - 1, end, 1))
-                drafted.append((completion, state, num_drafts))
-                before = [each.slice(part.start - 1, part.start) for each in state.rows[-1:]]
-                rows += before or [self._no_row]
-        if runs:
-            made = self._compute(runs, known_tokens(runs), mx.concatenate(rows))
-            self._draw(drafted, *made)
-
     def follow(
         self,
         batch: Batch,
@@ -318,6 +300,9 @@ class AssistantDrafter(HeadDrafter):
             row += part.num_new_tokens
         self._shorten_rows(runs)
 
+    def _row_before(self, completion: Completion, position: int) -> mx.array:
+        return self._no_row  # No layer of the cache holds rows.
+
     def _compute(
         self,
         runs: Sequence[DraftRun],
@@ -328,7 +313,7 @@ class AssistantDrafter(HeadDrafter):
         assert rows is not None
         ends = [(run.completion, run.completion.num_tokens - 1) for run in runs]
         read = [DraftRun(completion, end - 1, end, 1) for completion, end in ends]
-        with self._open_pass(read, shares_new_blocks, reads_only=True):
+        with self._open_pass(read, shares_new_blocks=False, reads_only=True):
             made = self.model.draft(tokens, rows, self.cache.layers[self._layers])
             self._launch(*made)
         return made

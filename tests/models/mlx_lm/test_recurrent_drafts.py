@@ -14,7 +14,7 @@ import pytest
 from helpers.adapted_models import WIDE, adapted_model, greedy_answer
 from helpers.adapted_models import config_of as adapted_config_of
 from helpers.disk_tiers import tier_stats, tiered
-from helpers.drafting import EagerSpeculation, RandomDrafter, eager_speculation, knows
+from helpers.drafting import EagerSpeculation, RandomDrafter, eager_drafts, eager_speculation, knows
 from helpers.engine_runs import (
     CONFIG,
     VOCAB_SIZE,
@@ -37,7 +37,6 @@ from paged_testing.lazy_metal import lazy_metal
 from mlx_paged import StructuredOutputsParams
 from mlx_paged.cache.step_states import forget_before
 from mlx_paged.core import SequenceState, SequenceStates
-from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.request import Completion
 from mlx_paged.engine.speculation import draft_model
 from mlx_paged.engine.speculation.speculation import MAX_RUN, Drafter
@@ -159,13 +158,11 @@ def test_kernels_verify_runs_behind_replayed_decodes(name: str):
 def test_a_draft_model_makes_drafts_for_a_model_with_states(ahead: bool):
     model, draft_model = adapted_model("falcon_h1"), livelier_model(CONFIG)
 
-    def eager(engine: Engine) -> EagerSpeculation:
-        assert engine.runner.draft_model is not None
-        return EagerSpeculation(engine.runner.draft_model, 5)
-
     workload = Workload(43, 15, VOCAB_SIZE)
     plain = workload.run(model, run_ahead=False)
-    drafting = workload.run(model, draft_model=draft_model, speculation=eager, run_ahead=ahead)
+    drafting = workload.run(
+        model, draft_model=draft_model, speculation=eager_drafts, run_ahead=ahead
+    )
     assert_all_same_but_aborts(drafting, plain)
     stats = drafting.engine.stats()
     assert 0 < stats.spec_decoding.num_accepted_tokens < stats.spec_decoding.num_draft_tokens
@@ -189,7 +186,7 @@ def test_a_recurrent_model_that_makes_its_own_drafts_is_always_right(
     engine = make_engine(
         model, draft_model=model, max_num_seqs=4, max_num_batched_tokens=24, block_size=8
     )
-    engine.scheduler.speculation = EagerSpeculation(engine.runner.draft_model, 5)
+    engine.scheduler.speculation = eager_drafts(engine)
     asks = {
         "first": (prompt(50), sampled(3, 30, n=2)),
         "the same": (prompt(50), greedy(30)),
@@ -216,12 +213,8 @@ def test_a_recurrent_draft_model_gets_the_same_as_without(name: str, ahead: bool
     other = PackedModel(make_from_config(config, seed=1), config)
     workload = Workload(43, 15, VOCAB_SIZE)
 
-    def eager(engine: Engine) -> EagerSpeculation:
-        assert engine.runner.draft_model is not None
-        return EagerSpeculation(engine.runner.draft_model, 5)
-
     plain = workload.run(model, run_ahead=False)
-    drafting = workload.run(model, draft_model=other, speculation=eager, run_ahead=ahead)
+    drafting = workload.run(model, draft_model=other, speculation=eager_drafts, run_ahead=ahead)
     assert_all_same_but_aborts(drafting, plain)
     assert drafting.engine.stats().spec_decoding.num_draft_tokens > 100
 
