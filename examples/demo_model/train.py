@@ -16,9 +16,7 @@ import shutil
 import signal
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -242,81 +240,38 @@ class Run:
         import cpu_ops
         import mlx.core as mx
         import mlx.nn as nn
-        import mlx.optimizers as optim
-        from mlx.utils import tree_map
         from mlx_lm.models.qwen3 import Model, ModelArgs
+        from updates import Updates
 
         self.settings = settings
         self.step = 0
         self.seconds = 0.0
         self.tokens = 0
         on_cpu = mx.default_device() == mx.Device(mx.cpu)
-        self.fast_ops = cpu_ops.swapped_in if on_cpu else nullcontext
         cross_entropy = cpu_ops.cross_entropy if on_cpu else nn.losses.cross_entropy
         mx.random.seed(settings.seed)
         self.model = Model(ModelArgs.from_dict({**CONFIG, "vocab_size": settings.vocab_size}))
-        # Muon makes a matrix's update orthogonal: on this model it learns recall in about half of
-        # AdamW's steps.
-        self.optimizer = optim.MultiOptimizer(
-            [
-                optim.Muon(settings.matrix_learning_rate, momentum=0.95, weight_decay=0.0),
-                optim.AdamW(settings.learning_rate, betas=[0.9, 0.95], weight_decay=0.0),
-            ],
-            [lambda path, weight: weight.ndim == 2 and "embed" not in path],
-        )
-        self.optimizer.init(self.model.trainable_parameters())
-        mx.eval(self.model.state, self.optimizer.state)
 
-        def loss_of(model: Any, tokens: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
-            logits = model(tokens[:, :-1])
+        def loss_of(tokens: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
+            logits = self.model(tokens[:, :-1])
             targets, weights = tokens[:, 1:], weights[:, 1:]
             loss = (cross_entropy(logits, targets) * weights).sum() / weights.sum()
             answers = weights == 1.0
             right = ((logits.argmax(-1) == targets) & answers).sum() / answers.sum()
             return loss, right
 
-        gradients_of = nn.value_and_grad(self.model, loss_of)
-        # MLX runs each CPU stream on a thread of its own, so two halves of a batch take two cores.
-        streams = (
-            [mx.new_stream(mx.cpu), mx.new_stream(mx.cpu)]
-            if on_cpu
-            else [mx.default_stream(mx.default_device())]
+        self.update = Updates(
+            self.model,
+            settings,
+            loss_of,
+            lambda path, weight: weight.ndim == 2 and "embed" not in path,
+            is_quick=quick,
         )
-
-        def update(tokens: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
-            parts = []
-            for stream, some, their in zip(
-                streams,
-                mx.split(tokens, len(streams)),
-                mx.split(weights, len(streams)),
-                strict=True,
-            ):
-                with mx.stream(stream):
-                    parts.append(gradients_of(self.model, some, their))
-            share = 1 / len(parts)
-            loss = sum(part[0][0] for part in parts) * share
-            right = sum(part[0][1] for part in parts) * share
-            gradients = tree_map(lambda *each: sum(each) * share, *[part[1] for part in parts])
-            gradients, _ = optim.clip_grad_norm(gradients, 1.0)
-            self.optimizer.update(self.model, gradients)
-            return loss, right
-
-        state = [self.model.state, self.optimizer.state]
-        # On a CPU, MLX compiles its fused loops with the system's compiler.
-        fuse = not on_cpu or (shutil.which("g++") is not None and not quick)
-        self.update = partial(mx.compile, inputs=state, outputs=state)(update) if fuse else update
+        self.optimizer = self.update.optimizer
 
     def advance(self, tokens: Any, weights: Any) -> tuple[float, float]:
         """One optimizer step; returns the loss and the share of answer tokens predicted."""
-        import mlx.core as mx
-
-        scale = learning_rate_scale(self.settings, self.step)
-        matrices, others = self.optimizer.optimizers
-        matrices.learning_rate = self.settings.matrix_learning_rate * scale
-        others.learning_rate = self.settings.learning_rate * scale
-        with self.fast_ops():
-            loss, right = self.update(mx.array(tokens), mx.array(weights))
-        mx.eval(loss, right, self.model.state, self.optimizer.state)
+        loss, right = self.update(tokens, weights, learning_rate_scale(self.settings, self.step))
         self.step += 1
         self.tokens += tokens.shape[0] * (tokens.shape[1] - 1)
         return loss.item(), right.item()

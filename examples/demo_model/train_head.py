@@ -16,21 +16,19 @@ import json
 import os
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import cpu_ops
 import mlx.core as mx
 import mlx.nn as nn
-import mlx.optimizers as optim
 import sentencepiece
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 from mlx_lm.models.qwen3 import ModelArgs, TransformerBlock
 from mlx_lm.utils import load_model
 from train import Settings, UserError, learning_rate_scale, make_batch
+from updates import Updates
 
 FILE = "mtp.safetensors"
 
@@ -129,17 +127,6 @@ class Run:
         self.settings = settings
         self.head = Head(model.args)
         self.head.start_from(model)
-        self.optimizer = optim.MultiOptimizer(
-            [
-                optim.Muon(settings.matrix_learning_rate, momentum=0.95, weight_decay=0.0),
-                optim.AdamW(settings.learning_rate, betas=[0.9, 0.95], weight_decay=0.0),
-            ],
-            [lambda _, weight: weight.ndim == 2],
-        )
-        self.optimizer.init(self.head.trainable_parameters())
-        mx.eval(self.head.state, self.optimizer.state)
-        on_cpu = mx.default_device() == mx.Device(mx.cpu)
-        self.fast_ops = cpu_ops.swapped_in if on_cpu else nullcontext
 
         def loss_of(tokens: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
             hidden = mx.stop_gradient(model.model(tokens[:, :-1]))
@@ -157,32 +144,9 @@ class Run:
                 right.append((same & answers).sum() / answers.sum())
             return loss, mx.stack(right)
 
-        gradients_of = nn.value_and_grad(self.head, loss_of)
-        # As in train.py: two halves of a batch take two cores.
-        streams = (
-            [mx.new_stream(mx.cpu), mx.new_stream(mx.cpu)]
-            if on_cpu
-            else [mx.default_stream(mx.default_device())]
+        self.update = Updates(
+            self.head, settings, loss_of, lambda _, weight: weight.ndim == 2, [model.state]
         )
-
-        def update(tokens: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
-            parts = []
-            halves = (mx.split(each, len(streams)) for each in (tokens, weights))
-            for stream, some, their in zip(streams, *halves, strict=True):
-                with mx.stream(stream):
-                    parts.append(gradients_of(some, their))
-            share = 1 / len(parts)
-            gradients = tree_map(lambda *each: sum(each) * share, *[part[1] for part in parts])
-            gradients, _ = optim.clip_grad_norm(gradients, 1.0)
-            self.optimizer.update(self.head, gradients)
-            loss, right = (
-                sum(each) * share for each in zip(*[part[0] for part in parts], strict=True)
-            )
-            return loss, right
-
-        state = [self.head.state, self.optimizer.state]
-        inputs = [*state, model.state]
-        self.update = partial(mx.compile, inputs=inputs, outputs=state)(update)
 
     def advance(self, step: int, processor: Any) -> tuple[float, list[float]]:
         """One optimizer step; returns the loss, and the share of an answer's tokens for which the
@@ -191,12 +155,7 @@ class Run:
         settings = replace(self.settings, lesson=LESSONS[step % len(LESSONS)])
         tokens, weights = make_batch(settings, step, processor)
         scale = learning_rate_scale(self.settings, step)
-        matrices, others = self.optimizer.optimizers
-        matrices.learning_rate = self.settings.matrix_learning_rate * scale
-        others.learning_rate = self.settings.learning_rate * scale
-        with self.fast_ops():
-            loss, right = self.update(mx.array(tokens), mx.array(weights))
-        mx.eval(loss, right, self.head.state, self.optimizer.state)
+        loss, right = self.update(tokens, weights, scale)
         return loss.item(), right.tolist()
 
     def save(self, path: Path, record: dict[str, Any]) -> None:
