@@ -29,6 +29,7 @@ from mlx_paged.errors import (
     reason,
     shown,
 )
+from mlx_paged.models.adapters import Adapter
 from mlx_paged.options.argument_values import (
     BOOL,
     TokenIds,
@@ -334,6 +335,7 @@ class InputProcessor:
         cache_salt: str | None,
         no_store: bool,
         user: str | None,
+        adapter: Adapter | None,
         token_rules: TokenRules | None,
     ) -> Request:
         """Make a request; arguments and errors are those of :meth:`Engine.add_request`."""
@@ -367,6 +369,7 @@ class InputProcessor:
             token_rules=token_rules,
             prompt=text,
         )
+        request.adapter = adapter
         return self.with_texts(request)
 
     def _reasoning_limit(

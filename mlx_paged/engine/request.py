@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mlx_paged.engine.sampling.grammar import CompiledGrammar
     from mlx_paged.engine.speculation.draft_record import DraftRecord
     from mlx_paged.engine.text_stream import TextStream, TokenTexts
+    from mlx_paged.models.adapters import Adapter
 
 T = TypeVar("T")
 
@@ -96,6 +97,7 @@ class Request:
         cache_salt: requests with different salts never share K/V.
         no_store: whether its blocks are kept from being written to disk.
         user: users have fair shares of the engine; ``None`` is one of them.
+        adapter: that it runs with; ``None`` for the model alone.
         share: that of its user, assigned by the scheduler on arrival.
         texts: of the tokenizer's tokens; ``None`` if no text is wanted.
         streams: make the text of each completion; empty if none is wanted.
@@ -109,6 +111,7 @@ class Request:
     """
 
     __slots__ = (
+        "adapter",
         "arrival_time",
         "cache_salt",
         "completions",
@@ -153,6 +156,7 @@ class Request:
         self.cache_salt = cache_salt
         self.no_store = no_store
         self.user = user
+        self.adapter: Adapter | None = None
         self.token_rules = token_rules
         self.share = Share(user)
         self.arrival_time = self.first_scheduled_time = time.perf_counter()
