@@ -64,6 +64,11 @@ def in_words(number: int) -> str:
     return f"{number:,}"
 
 
+def describe_matmul(engine: Engine) -> str:
+    """Which matmul linear layers run, for how many rows."""
+    return str(engine.runner.matmul.stats())
+
+
 def describe_memory(engine: Engine) -> str:
     """The memory that the engine needs in addition to K/V, and the memory that there is."""
     recommended = recommended_memory()
