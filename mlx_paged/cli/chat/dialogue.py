@@ -255,8 +255,8 @@ def _start_in_full(args: argparse.Namespace, engine: Engine, settings: Settings)
         f"{config.num_slots:,} tokens = {config.nbytes / 1e9:.2f} GB "
         f"({describe_token_size(cache)}){grows}]"
     )
-    yield f"[{describe_matmul(engine)}]"
     yield f"[{describe_memory(engine)}]"
+    yield f"[{describe_matmul(engine)}]"
     yield from (f"[{words}]" for words in describe_disk_tier(engine))
     yield f"[context: {describe_context(engine)}; prompt and answer together]"
     own = f"; {', '.join(settings.from_model)} from generation_config.json"
