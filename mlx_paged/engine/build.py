@@ -16,7 +16,7 @@ from mlx_paged.core.tier import GuardedTier, Tier
 from mlx_paged.distributed import Ranks, join_ranks, smallest_budget
 from mlx_paged.engine.input_processor import as_tokenizer
 from mlx_paged.engine.model_runner import ModelRunner
-from mlx_paged.engine.options import DiskTierOptions, split_options, tier_of
+from mlx_paged.engine.options import DiskTierOptions, checked_options, split_options, tier_of
 from mlx_paged.engine.reports import Latencies, Reports
 from mlx_paged.engine.scheduling.prefix_cache import SwapSpace
 from mlx_paged.engine.scheduling.request_queues import num_seqs
@@ -52,7 +52,9 @@ from mlx_paged.models.kv_cache import (
     warn_unless_it_fits,
     weight_nbytes,
 )
-from mlx_paged.models.matmul import chosen_matmul
+from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.matmul import Linears, Matmul
+from mlx_paged.models.matmul_choice import as_entries, chosen_rows, from_entries
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.models.mlx_lm.draft_head import Head
 from mlx_paged.options.config import DEFAULT_KV, DEFAULT_MATMUL
@@ -116,7 +118,7 @@ def build(
     if ranks.size > 1:
         given = cache_options.get("kv_cache_bytes")
         cache_options["kv_cache_bytes"] = smallest_budget(ranks, given, checked)
-    matmul = chosen_matmul(options.get("matmul", DEFAULT_MATMUL), all_models)
+    matmul = _matmul_of(all_models, options.get("matmul", DEFAULT_MATMUL), ranks)
 
     budget = kv_budget(cache_options.get("kv_cache_bytes"), model, draft_model)
     # Whether the cache can run ahead is not known yet.
@@ -218,6 +220,19 @@ def build(
         run_ahead,
         nbytes_activations,
     )
+
+
+def _matmul_of(models: Sequence[LanguageModel], option: str, ranks: Ranks) -> Matmul:
+    """What multiplies; on all ranks as rank 0 chooses, since a choice may be measured.
+
+    Raises:
+        ArgumentError: an unknown option.
+    """
+    option, linears = checked_options("engine", {"matmul": option})["matmul"], Linears.of(models)
+    chosen = chosen_rows(option if ranks.is_leader else "mlx", linears)
+    if ranks.size > 1:
+        chosen = from_entries(ranks.all_gather(as_entries(chosen))[0])
+    return Matmul(linears, chosen)
 
 
 def _open_tier(

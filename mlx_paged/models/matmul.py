@@ -34,7 +34,6 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.ops import dtype_name
 from mlx_paged.ops.rows_matmul import MAX_ROWS, refusal, rows_matmul
-from mlx_paged.options.engine_options import ENGINE_OPTIONS
 
 # Exactly these classes, not their subclasses, which may multiply in another way.
 _LINEARS = (nn.Linear, nn.QuantizedLinear)
@@ -94,6 +93,9 @@ class LinearShape(NamedTuple):
 
 # The numbers of rows for which rows_matmul runs, by the shape of the weight.
 RowCounts: TypeAlias = Mapping[LinearShape, Collection[int]]
+ALL_ROWS = range(1, MAX_ROWS + 1)
+# One row stays with MLX, so that a decode alone has the bits of mlx-lm.
+SEVERAL_ROWS = range(2, MAX_ROWS + 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,7 +278,6 @@ def _by_rows(kind: type[Module], shape: LinearShape) -> type[Module]:
     """The subclass of a linear layer, or of an embedding that gives logits."""
     method = "as_linear" if kind in _EMBEDDINGS else "__call__"
     product, dtype = getattr(kind, method), getattr(mx, shape.dtype)
-    bits, group_size, mode = shape.bits, shape.group_size, shape.mode
 
     def call(self: Module, x: mx.array) -> mx.array:
         num_rows = _num_rows.get()
@@ -287,35 +288,39 @@ def _by_rows(kind: type[Module], shape: LinearShape) -> type[Module]:
         ):
             made: mx.array = product(self, x)
             return made
-        y = rows_matmul(
-            x,
-            self["weight"],
-            self.get("scales"),
-            self.get("biases"),
-            bits=bits,
-            group_size=group_size,
-            mode=mode,
-        )
+        y = multiplied_by_rows(self, x, shape)
         return y + self["bias"] if "bias" in self else y
 
     names: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (kind,), {method: call, **names, "multiplies_by_rows": True})
 
 
-# The choice
+def multiplied_by_rows(module: Module, x: mx.array, shape: LinearShape) -> mx.array:
+    """The product of rows ``[..., num_inputs]`` with a layer's weight, without its bias."""
+    return rows_matmul(
+        x,
+        module["weight"],
+        module.get("scales"),
+        module.get("biases"),
+        bits=shape.bits,
+        group_size=shape.group_size,
+        mode=shape.mode,
+    )
 
-ALL_ROWS = range(1, MAX_ROWS + 1)
-# One row stays with MLX, so that a decode alone has the bits of mlx-lm.
-SEVERAL_ROWS = range(2, MAX_ROWS + 1)
 
-
-def chosen_matmul(option: str, models: Sequence[LanguageModel]) -> Matmul:
-    """What an engine multiplies with, by its option ``matmul``.
-
-    Raises:
-        ArgumentError: an unknown option.
-    """
-    option = ENGINE_OPTIONS["matmul"].domain.check("engine", "matmul", option)
-    linears = Linears.of(models)
-    num_rows = dict.fromkeys(linears.shapes, SEVERAL_ROWS) if option == "rows" else {}
-    return Matmul(linears, num_rows)
+def multiplied_by_mlx(module: Module, x: mx.array, shape: LinearShape) -> mx.array:
+    """The same by MLX."""
+    weight = module["weight"]
+    if shape.mode == "dense":
+        product: mx.array = x @ weight.T
+        return product
+    return mx.quantized_matmul(
+        x,
+        weight,
+        module["scales"],
+        module.get("biases"),
+        transpose=True,
+        group_size=shape.group_size,
+        bits=shape.bits,
+        mode=shape.mode,
+    )
