@@ -51,9 +51,9 @@ def _run(own: argparse.Namespace) -> int:
     def nbytes() -> int:
         return mx.get_active_memory() + mx.get_cache_memory()
 
-    async def memory(context: RequestContext[Body]) -> Response:
-        """The bytes that this process holds on the device."""
-        return JSONResponse({"nbytes": nbytes()})
+    async def state(context: RequestContext[Body]) -> Response:
+        """The context, and the bytes that this process holds on the device."""
+        return JSONResponse({"max_model_len": service.max_model_len, "nbytes": nbytes()})
 
     async def shrink(context: RequestContext[Body]) -> Response:
         """Free what no running request needs; the bytes that were freed."""
@@ -66,7 +66,7 @@ def _run(own: argparse.Namespace) -> int:
     settings = program.read_settings(args)
     setup_logging(settings.log_level, settings.log_prompts)
     service = program.make_service(args, settings)
-    routes = [ApiRoute("/router/memory", memory), ApiRoute("/router/shrink", shrink)]
+    routes = [ApiRoute("/router/state", state), ApiRoute("/router/shrink", shrink)]
     with service.engine, warnings_as_lines(partial(logger.warning, "%s")):
         app = App(service, max_connections=program.max_connections(), for_router=routes)
 
