@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 # For each command its module, its function, and the one that makes its parser.
 COMMANDS = {
     "chat": ("mlx_paged.cli.chat.program", "main", "setup_arg_parser"),
-    "serve": ("mlx_paged.server.program", "main", "setup_arg_parser"),
+    "serve": ("mlx_paged.router.program", "main", "setup_arg_parser"),
     "fit": ("mlx_paged.cli.fit.program", "main", "setup_arg_parser"),
     "list": ("mlx_paged.cli.fit.program", "main_of_list", "setup_list_parser"),
     "pull": ("mlx_paged.cli.models", "main_of_pull", "setup_pull_parser"),

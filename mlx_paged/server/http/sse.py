@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
@@ -19,7 +19,9 @@ from mlx_paged.server.errors import (
     protocol_of,
     until_disconnect,
 )
-from mlx_paged.server.generations import Answer
+
+if TYPE_CHECKING:
+    from mlx_paged.server.generations import Answer
 
 logger = logging.getLogger("mlx_paged.server")
 
@@ -28,7 +30,7 @@ DONE = b"data: [DONE]\n\n"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":"))
 _KEEP_ALIVE = b": the answer is on its way\n\n"
 
-_HEADERS = {
+HEADERS = {
     "Cache-Control": "no-cache",
     # Otherwise nginx buffers events.
     "X-Accel-Buffering": "no",
@@ -61,7 +63,7 @@ class EventStream(StreamingResponse):
     """Seconds without an event after which a comment keeps the connection alive."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], *sources: Answer):
-        super().__init__(events, headers=_HEADERS)
+        super().__init__(events, headers=HEADERS)
         self._events = events
         self._sources = sources
 
