@@ -29,13 +29,12 @@ from mlx_paged.engine.steps import RowReader
 from mlx_paged.engine.storing.snapshots import Prefix
 from mlx_paged.engine.thread import (
     EngineCall,
-    EngineStoppedError,
     EngineThread,
     ForkedError,
     random_key,
     run_in_engine_thread,
 )
-from mlx_paged.errors import REMOVED, ArgumentError
+from mlx_paged.errors import REMOVED, ArgumentError, EngineStoppedError
 from mlx_paged.models.adapters import Adapter, AdapterFiles, Adapters
 from mlx_paged.models.language_model import model_type_of
 from mlx_paged.models.memory import acquire_cache_limit, acquire_wired_limit, read_wired_limit
@@ -121,14 +120,15 @@ class Engine:
         self._interrupted_step: EngineCall[_Stepped] | None = None  # its wait was interrupted
         self._ready: list[RequestOutput] = []
         self._calls_functions = False
-        self._release_limits = [
+        self._releases = [
             acquire_wired_limit(wired_nbytes),
             acquire_cache_limit(self.nbytes_activations),
+            self.runner.matmul.acquire(),
         ]
         # These end with the engine; at the end of Python they do so by themselves.
         self._release_thread = weakref.finalize(self, self.thread.release)
         endings = [] if self.disk_tier is None else [self.disk_tier.finish]
-        others = [weakref.finalize(self, end) for end in (*self._release_limits, *endings)]
+        others = [weakref.finalize(self, end) for end in (*self._releases, *endings)]
         for finalizer in (self._release_thread, *others):
             finalizer.atexit = False
         if self.disk_tier is not None:
@@ -358,14 +358,12 @@ class Engine:
         return self.thread.call(self.steps.reset_prefix_cache, "reset_prefix_cache")
 
     def load_adapter(self, name: str, folder: str | Path) -> Adapter:
-        """Load a LoRA adapter, for requests that choose it by its name. The folder is read in the
-        caller's thread, and the adapter is added between two steps. If ``max_adapters`` are loaded,
-        the least recently used one that no request uses is unloaded.
+        """Load a LoRA adapter from its folder, for requests that choose it by its name. If
+        ``max_adapters`` are loaded, the least recently used one that no request uses is unloaded.
 
         Raises:
             AdapterError: the folder can't be read, is of another kind than LoRA, or does not fit
-                the model; an adapter of this name is loaded; requests use all ``max_adapters``; or
-                the engine has none. Nothing was loaded.
+                the model; or the name or all of ``max_adapters`` are in use. Nothing was loaded.
         """
         return self._load_adapter(self.adapters.read(name, folder))
 
@@ -413,14 +411,13 @@ class Engine:
         *,
         cache_salt: str | None = None,
         model_name: str | None = None,
-        adapter: str | None = None,
     ) -> int:
         """Write the K/V of a conversation as a prompt cache of mlx-lm; returns the number of its
         tokens that were saved. mlx-lm's prompt is the rest of them. Arguments and errors:
         :meth:`Snapshots.export_prompt_cache`.
         """
-        export, found = self.snapshots.export_prompt_cache, self.adapters.find(adapter)
-        return self._read(partial(export, path, token_ids, cache_salt, model_name, found))
+        export = self.snapshots.export_prompt_cache
+        return self._read(partial(export, path, token_ids, cache_salt, model_name))
 
     def import_prompt_cache(
         self,
@@ -429,13 +426,12 @@ class Engine:
         *,
         cache_salt: str | None = None,
         allow_other_model: bool = False,
-        adapter: str | None = None,
     ) -> list[int]:
         """Load the K/V of a prompt cache of mlx-lm into the prefix cache; returns its token ids.
         Arguments and errors: :meth:`Snapshots.open_prompt_cache`.
         """
-        opened, found = self.snapshots.open_prompt_cache, self.adapters.find(adapter)
-        return self._put(opened(path, token_ids, cache_salt, allow_other_model, found))
+        opened = self.snapshots.open_prompt_cache
+        return self._put(opened(path, token_ids, cache_salt, allow_other_model))
 
     def _read(self, read: Callable[[], T]) -> T:
         """Call a function that reads K/V, between two steps. Its errors stop no engine."""
@@ -464,11 +460,15 @@ class Engine:
     def close(self, timeout: float = SECONDS_AT_EXIT) -> bool:
         """Write the remaining blocks to ``cache_dir``, for at most ``timeout`` seconds, and stop
         using it; returns whether all were written. Restores MLX's limits of wired memory and freed
-        buffers. Without a call, the end of the engine or of Python does the same.
+        buffers, and the classes of the model's linear layers, so that further steps multiply with
+        MLX's own matmul. Without a call, the end of the engine or of Python does the same.
         """
         self.thread.check_process()
-        for release in self._release_limits:
+        for release in self._releases:
             release()
+        decode = self.runner.compiled_decode
+        if self.runner.matmul.is_used and decode is not None:
+            self._done_between_steps(decode.forget_traces, timeout)
         if self.disk_tier is None:
             return True
         return self.disk_tier.close(timeout, self._done_between_steps)
@@ -476,7 +476,12 @@ class Engine:
     def stats(self) -> EngineStats:
         """Memory, requests and counters; from any thread."""
         return stats_of(
-            self.scheduler, self.cache, self.latencies, self.disk_tier, self.nbytes_activations
+            self.scheduler,
+            self.cache,
+            self.latencies,
+            self.disk_tier,
+            self.nbytes_activations,
+            self.runner.matmul,
         )
 
     def view(self) -> EngineView:

@@ -152,9 +152,14 @@ def test_an_adapter_of_peft_is_the_same_adapter(folders: dict[str, Path], tmp_pa
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize("options", [{"kv": "basic"}, {"num_draft_tokens": 4}, {"draft": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{"kv": "basic"}, {"num_draft_tokens": 4}, {"draft": True}, {"matmul": "rows"}],
+    ids=str,
+)
 def test_other_engines_answer_the_same(folders: dict[str, Path], options: dict[str, Any]):
-    # Drafts that are looked up, or made by a model, which has no adapters.
+    # Drafts are looked up, or made by a model that has no adapters. Another matmul finds the linear
+    # layers below the adapters.
     ours, theirs = tiny_models()
     if options.pop("draft", False):
         options = {"draft_model": small_model(), "num_draft_tokens": 3}

@@ -68,6 +68,7 @@ class Snapshots:
             follow those of the model. It is called when a file is written or read.
         finds_prefixes: whether prefix caching is enabled.
         ranks: among which the model is split.
+        matmul: of :func:`code_of`.
     """
 
     def __init__(
@@ -78,15 +79,17 @@ class Snapshots:
         manager: KVCacheManager,
         finds_prefixes: bool,
         ranks: Ranks,
+        matmul: str,
     ):
         self._model, self._identities = model, identities
         self._cache, self._manager = cache, manager
-        self._finds_prefixes, self._ranks = finds_prefixes, ranks
+        self._finds_prefixes, self._ranks, self._matmul = finds_prefixes, ranks, matmul
 
     @cached_property
     def facts(self) -> KVFacts:
         """What the K/V depend on. The first access reads all weights."""
-        return KVFacts.of(self._identities(), self._cache, code_of(check_has_blocks(self._cache)))
+        code = code_of(check_has_blocks(self._cache), self._matmul)
+        return KVFacts.of(self._identities(), self._cache, code)
 
     def _facts_with(self, adapter: Adapter | None) -> KVFacts:
         """The facts of K/V that were computed with an adapter, which is a model of its own."""
@@ -178,14 +181,13 @@ class Snapshots:
         token_ids: Sequence[int],
         cache_salt: str | None,
         model_name: str | None,
-        adapter: Adapter | None = None,
     ) -> int:
         """Write the cached prefix of a conversation as mlx-lm's own prompt cache, for
         ``mlx_lm.generate --prompt-cache-file`` or ``prompt_cache=``; returns its number of tokens.
         A file of that name is replaced.
 
         Args:
-            token_ids, cache_salt, adapter: as :meth:`save`.
+            token_ids, cache_salt: as :meth:`save`; of requests without an adapter.
             model_name: the folder or hub id that mlx-lm loads; by default the name by which the
                 model was loaded.
 
@@ -194,7 +196,7 @@ class Snapshots:
             SnapshotError: the file can't be written; an existing one is unchanged.
         """
         cache = self.check()
-        token_ids, blocks, _ = self._find(token_ids, _keys(cache_salt, adapter))
+        token_ids, blocks, _ = self._find(token_ids, _keys(cache_salt))
         num_tokens, headers = len(token_ids), [header for header, _ in blocks]
         with written_prompt_cache(
             path, self._model, cache, num_tokens, headers, model_name, token_ids
@@ -208,7 +210,6 @@ class Snapshots:
         token_ids: Sequence[int] | None,
         cache_salt: str | None,
         allow_other_model: bool,
-        adapter: Adapter | None = None,
     ) -> Prefix:
         """Open a prompt cache of mlx-lm's.
 
@@ -235,7 +236,7 @@ class Snapshots:
                 "mlx-lm's own prompt caches; give token_ids",
                 "token_ids",
             )
-        return self._prefix(file, ids, _keys(cache_salt, adapter))
+        return self._prefix(file, ids, _keys(cache_salt))
 
     def put(self, process_output: Callable[[], None], prefix: Prefix) -> Exception | None:
         """Put K/V into the prefix cache.
@@ -296,5 +297,5 @@ class Snapshots:
         return token_ids[: computed.num_tokens], blocks, computed
 
 
-def _keys(cache_salt: str | None, adapter: Adapter | None) -> tuple[ExtraKey, ...]:
+def _keys(cache_salt: str | None, adapter: Adapter | None = None) -> tuple[ExtraKey, ...]:
     return extra_hash_keys(NAME.check("engine", "cache_salt", cache_salt), adapter)
