@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.base import Module
 
-from mlx_paged.errors import ArgumentError, one_line, shown, system_reason
+from mlx_paged.errors import AdapterError, one_line, shown, system_reason
 from mlx_paged.models.adapted_layers import AdaptedLayer, Matrices, sizes_of, wrapper_of
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.ops import device
@@ -31,13 +31,6 @@ _OF_MLX_LM = re.compile(r"(.+)\.lora_([ab])")
 _OF_PEFT = re.compile(r"base_model\.model\.(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
 
 # The files of an adapter
-
-
-class AdapterError(ArgumentError):
-    """An adapter that can't be loaded, or that there is not; the message is one line."""
-
-    def __init__(self, what: str):
-        super().__init__(f"[adapters] {what}", "adapter")
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +65,8 @@ class AdapterFiles:
         folder = Path(folder).expanduser()
         config_file = folder / "adapter_config.json"
         try:
+            if config_file.stat().st_size > HEADER_NBYTES:
+                raise ValueError(f"{config_file.name} has more than {HEADER_NBYTES:,} bytes")
             config = json.loads(config_file.read_text(encoding="utf-8-sig"))
             if not isinstance(config, dict):
                 raise ValueError("it is not a JSON object")
@@ -80,6 +75,8 @@ class AdapterFiles:
             file = folder / ("adapter_model" if is_of_peft else "adapters")
             file = file.with_suffix(".safetensors")
             nbytes = file.stat().st_size
+            if not file.is_file():
+                raise ValueError(f"{file.name} is not a file")
             if nbytes > max_nbytes:
                 raise ValueError(
                     f"{file.name} has {nbytes:,} bytes, and an adapter of this model has at most "

@@ -88,7 +88,8 @@ def _read_adapters(value: object) -> dict[str, str | Path] | None:
 
 
 def _is_adapter(pair: object) -> bool:
-    if not isinstance(pair, tuple) or len(pair) != 2 or not all(pair):
+    # A router passes flags on as JSON.
+    if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(pair):
         return False
     name, folder = pair
     return isinstance(name, str) and isinstance(folder, str | Path)

@@ -22,7 +22,7 @@ from mlx_paged.errors import shown
 from mlx_paged.router.model_process import ModelProcess
 from mlx_paged.router.router import Forwarded, Router, may_use
 from mlx_paged.server.errors import ApiError, failed, not_stored
-from mlx_paged.server.http.access import ANONYMOUS, SAFE_METHODS, guarded, html_page
+from mlx_paged.server.http.access import SAFE_METHODS, check_admin, guarded, html_page
 from mlx_paged.server.http.http_server import MAX_CONNECTIONS, Gate
 from mlx_paged.server.http.limits import Limits
 from mlx_paged.server.http.logs import RequestLog
@@ -73,7 +73,6 @@ class RouterApp(RequestLog):
         max_connections: int = MAX_CONNECTIONS,
     ):
         self._router = router
-        self._is_loopback = is_loopback
         inner = Starlette(
             routes=[
                 Route("/", self.page),
@@ -215,13 +214,7 @@ class RouterApp(RequestLog):
             ApiError: the user is none, or there is no such model.
         """
         principal = request.state.principal
-        if not (principal.is_admin or (principal is ANONYMOUS and self._is_loopback)):
-            raise ApiError(
-                403,
-                "models are loaded and unloaded with a key that is marked admin in the key file, "
-                "or without keys from this machine",
-                code="admin_needed",
-            )
+        check_admin(principal, "models")
         name = request.path_params.get("name")
         if name is None:
             name = read_part(NamedModel, await request.body()).model

@@ -30,7 +30,7 @@ from mlx_paged.server.generations import Generation
 from mlx_paged.server.schemas import ONE_OR_MORE, Body, Filled, OneOf, refused, short
 from mlx_paged.server.service import Service
 
-_MAX_NAME_LEN = 256  # of a model; each event of a stream contains it
+MAX_NAME_LEN = 256  # of a model; each event of a stream contains it
 _LATEST = ":latest"
 
 MAX_COMPLETIONS = 128  # per prompt, as in OpenAI's API
@@ -57,12 +57,22 @@ def check_model_name(name: str, service: Service) -> None:
     """Raise unless the server has a model of this name. ``name:latest``, which Ollama's clients
     send to all protocols, is the same as ``name``.
     """
-    is_taken = service.takes_any_name and len(name) <= _MAX_NAME_LEN
-    same = {name, name.removesuffix(_LATEST), f"{name}{_LATEST}"}
-    if same.isdisjoint(service.model_names) and not is_taken:
-        names = ", ".join(map(shown, service.model_names))
+    is_taken = service.takes_any_name and len(name) <= MAX_NAME_LEN
+    known = (*service.model_names, *service.adapter_names)
+    if _same_names(name).isdisjoint(known) and not is_taken:
+        names = ", ".join(map(shown, known))
         text = f"there is no model {shown(name)}; this server has {names}"
         raise ApiError(404, text, param="model", code="model_not_found")
+
+
+def _same_names(name: str) -> set[str]:
+    return {name, name.removesuffix(_LATEST), f"{name}{_LATEST}"}
+
+
+def adapter_of(name: str, service: Service) -> str | None:
+    """The adapter that a model's name stands for; ``None`` for the model alone."""
+    found = _same_names(name).intersection(service.adapter_names)
+    return next(iter(found), None)
 
 
 class RequestFields(ModelFields):
@@ -75,9 +85,10 @@ class RequestFields(ModelFields):
     cache_salt: str | None = None
     no_store: bool = False
 
-    def options(self) -> RequestOptions:
+    def options(self, service: Service) -> RequestOptions:
         """The corresponding options of a request to the engine."""
         return {
+            "adapter": adapter_of(self.model_name(service), service),
             "priority": self.priority,
             "cache_salt": self.cache_salt or None,
             "no_store": self.no_store,
@@ -362,8 +373,8 @@ class GenerationFields(RequestFields, SamplingFields):
         if self.stream_options is not None and not self.stream:
             raise refused("stream_options", "is given, but stream is not true")
 
-    def options(self) -> RequestOptions:
-        options = super().options()
+    def options(self, service: Service) -> RequestOptions:
+        options = super().options(service)
         if not self.cache_prompt:
             options["cache_salt"] = uuid.uuid4().hex  # unique, so that nothing is shared
         if self.prompt_cache_retention == "in_memory" or not self.cache_prompt:
@@ -386,4 +397,4 @@ class GenerationFields(RequestFields, SamplingFields):
         fields = {**(fields or {}), **requested.fields}
         values["structured_outputs"] = requested.params
         params = self.sampling(service.default_params, fields, **values)
-        return Generation([], params, self.options(), fields=fields)
+        return Generation([], params, self.options(service), fields=fields)

@@ -102,6 +102,11 @@ class Service:
         return itertools.count()
 
     @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """The names of the loaded adapters, which clients may use as models."""
+        return tuple(self.engine.engine.adapters.loaded)
+
+    @property
     def token_texts(self) -> TokenTexts:
         """The bytes of each token."""
         return token_texts_of(self.tokenizer)

@@ -39,6 +39,7 @@ from mlx_paged import LLM
 from mlx_paged.engine import compiled_decode
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.scheduling.prefix_cache import extra_hash_keys
+from mlx_paged.errors import AdapterError
 from mlx_paged.models.adapted_layers import (
     AdaptedEmbedding,
     AdaptedLinear,
@@ -47,7 +48,7 @@ from mlx_paged.models.adapted_layers import (
     running_adapters,
     wrapper_of,
 )
-from mlx_paged.models.adapters import AdapterError, Adapters, _with_own_modules
+from mlx_paged.models.adapters import Adapters, _with_own_modules
 from mlx_paged.models.identity import model_identity
 from mlx_paged.models.kv_cache import weight_nbytes
 from mlx_paged.models.mlx_lm import adapt

@@ -146,7 +146,8 @@ def _entries(service: Service) -> list[dict[str, Any]]:
         "capabilities": capabilities_of(service),
     }
     names = [
-        name if ":" in name.rpartition("/")[2] else f"{name}:latest" for name in service.model_names
+        name if ":" in name.rpartition("/")[2] else f"{name}:latest"
+        for name in (*service.model_names, *service.adapter_names)
     ]
     return [{"name": name, "model": name, **common} for name in names]
 
