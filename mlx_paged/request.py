@@ -308,10 +308,13 @@ class RequestOutput(_Copied):
         error: the error of the request, or of some of its completions. Calls raise it
             (:meth:`raise_if_failed`), except those with ``raise_on_error=False``, and
             :meth:`Engine.step`, whose requests belong to different readers.
-        time_to_first_token: seconds from the request's arrival; ``None`` until there is a token.
+        time_to_first_token: seconds from the request's arrival to its first token, or to what is
+            pooled; ``None`` until there is one.
         prompt_logprobs: for each prompt token that is computed, the log-probabilities of the most
             likely tokens at its position and its own; ``None`` for the first token. ``None`` if
             they were not requested.
+        pooled: the embedding, or the logits, of a request with ``PoolingParams``, once it is
+            finished; the completion is empty then. ``None`` for other requests.
     """
 
     request_id: str
@@ -325,6 +328,7 @@ class RequestOutput(_Copied):
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     prefix_report: PrefixReport | None = None
     num_read_tokens: int = 0
+    pooled: list[float] | None = None
 
     def raise_if_failed(self) -> None:
         """Raise the request's error, unless some of its completions did not fail."""
