@@ -9,10 +9,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from operator import add
-from typing import Literal, NamedTuple, Self, TypeAlias, overload
+from typing import Generic, Literal, NamedTuple, Self, TypeAlias, TypeVar, overload
 
 from mlx_paged.options.argument_values import Domain, or_none, whole
 
+P = TypeVar("P")
 MAX_PRIORITY = 2**31 - 1
 
 SeqId = Hashable
@@ -335,3 +336,34 @@ class RequestOutput(_Copied):
         has_failed = all(completion.finish_reason == "error" for completion in self.outputs)
         if self.error is not None and has_failed:
             raise self.error
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """The embedding of a prompt, ``[dimensions]``."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True)
+class ScoringOutput:
+    """How well a document answers a query, from 0 to 1."""
+
+    score: float
+
+
+@dataclass(frozen=True)
+class PoolingRequestOutput(Generic[P]):
+    """The answer to a request that generates no tokens.
+
+    Args:
+        outputs: the embedding or the score.
+        num_cached_tokens: prompt tokens whose K/V were found in the prefix cache.
+        finished: always true; as in vLLM.
+    """
+
+    request_id: str
+    outputs: P
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
