@@ -213,7 +213,8 @@ class Steps:
         step = StepInFlight(batch)
         self.in_flight.append(step)
         with self._device_work():
-            step.logits, step.pooled = self._runner.launch(batch, awaited)
+            with self._runner.matmul.running():
+                step.logits, step.pooled = self._runner.launch(batch, awaited)
 
     def _sample(self) -> None:
         """Launch the sampling of the newest step, whose previous tokens are known by now."""
