@@ -10,7 +10,7 @@ from metal_emulator import Checks, patched
 from metal_emulator.checks import Call
 from pytest import MonkeyPatch
 
-from mlx_paged.ops import choose, in_place, kernels, self_check
+from mlx_paged.ops import choose, in_place, kernels, rows_matmul, self_check
 from mlx_paged.ops.metal import MetalBackend
 
 
@@ -53,3 +53,4 @@ def _forget_verdicts() -> None:
     kernels.kernel.cache_clear()
     in_place.writes_in_place.forget()
     self_check.try_kernels.forget()
+    rows_matmul.try_rows_matmul.forget()
