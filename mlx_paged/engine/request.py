@@ -354,12 +354,15 @@ class Completion:
 
     def add_token(self, sampled: SampledToken) -> str | None:
         """Add a token to the output; returns the stop text that it completed, if any."""
-        request, output = self.request, self.output
-        if request.output.time_to_first_token is None:
-            request.output.time_to_first_token = time.perf_counter() - request.arrival_time
-            request.output.num_cached_tokens = request.num_cached_tokens
-            request.output.num_read_tokens = request.num_read_tokens
-            request.output.prefix_report = request.prefix_report
+        request, output, whole = self.request, self.output, self.request.output
+        seconds = time.perf_counter() - request.arrival_time
+        if whole.time_to_first_token is None:
+            whole.time_to_first_token = seconds
+            whole.queue_time = request.first_scheduled_time - request.arrival_time
+            whole.num_cached_tokens = request.num_cached_tokens
+            whole.num_read_tokens = request.num_read_tokens
+            whole.prefix_report = request.prefix_report
+        whole.decode_time = seconds - whole.time_to_first_token
         output.token_ids.append(sampled.token_id)
         if sampled.logprobs is not None:
             output.logprobs = output.logprobs or []
