@@ -11,7 +11,7 @@ from metal_emulator.checks import Call
 from pytest import MonkeyPatch
 
 from mlx_paged.models import matmul_choice
-from mlx_paged.ops import choose, in_place, kernels, self_check
+from mlx_paged.ops import choose, in_place, kernels, rows_matmul, self_check
 from mlx_paged.ops.metal import MetalBackend
 
 
@@ -57,3 +57,4 @@ def _forget_verdicts() -> None:
     kernels.kernel.cache_clear()
     in_place.writes_in_place.forget()
     self_check.try_kernels.forget()
+    rows_matmul.try_rows_matmul.forget()
