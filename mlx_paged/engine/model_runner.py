@@ -95,13 +95,9 @@ class ModelRunner:
             The logits ``[num_rows, vocab_size]``, at least one row. Once they are evaluated, the
             step is computed.
         """
+        cache, draft_model = self.cache, self.draft_model
         for transfer in batch.transfers:
             self._transfer(transfer)
-        with self.matmul.running():
-            return self._launch(batch, awaited)
-
-    def _launch(self, batch: Batch, awaited: SampledTokens) -> mx.array:
-        cache, draft_model = self.cache, self.draft_model
         scheduled, groups = batch.scheduled, self._manager.groups
         counts = [part.num_new_tokens for part in scheduled]
         num_logit_rows = [part.num_logit_rows for part in scheduled]
