@@ -212,9 +212,8 @@ class Steps:
         awaited = self.in_flight[0].sampled if self.in_flight else NO_TOKENS
         step = StepInFlight(batch)
         self.in_flight.append(step)
-        with self._device_work():
-            with self._runner.matmul.running():
-                step.logits, step.pooled = self._runner.launch(batch, awaited)
+        with self._device_work(), self._runner.matmul.running():
+            step.logits, step.pooled = self._runner.launch(batch, awaited)
 
     def _sample(self) -> None:
         """Launch the sampling of the newest step, whose previous tokens are known by now."""
