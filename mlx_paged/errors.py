@@ -165,6 +165,26 @@ def forget_frames(error: BaseException, where: str | None = None) -> None:
         link = link.__cause__ or link.__context__
 
 
+class EngineStoppedError(RuntimeError):
+    """The engine was shut down, or stopped by a failure, which is then the ``__cause__``."""
+
+
+class StructuredOutputError(ValueError):
+    """An answer can't be continued within its grammar."""
+
+
+class ChatTemplateError(ValueError):
+    """A message has a wrong form, or the template fails or rejects the messages.
+
+    Attributes:
+        argument: what can't be written, ``"messages"`` or ``"tools"``.
+    """
+
+    def __init__(self, message: str, argument: str = "messages"):
+        super().__init__(message)
+        self.argument = argument
+
+
 class CacheFullError(RuntimeError):
     """What a step would add exceeds the budget; nothing was changed.
 

@@ -29,13 +29,12 @@ from mlx_paged.engine.steps import RowReader
 from mlx_paged.engine.storing.snapshots import Prefix
 from mlx_paged.engine.thread import (
     EngineCall,
-    EngineStoppedError,
     EngineThread,
     ForkedError,
     random_key,
     run_in_engine_thread,
 )
-from mlx_paged.errors import REMOVED, ArgumentError
+from mlx_paged.errors import REMOVED, ArgumentError, EngineStoppedError
 from mlx_paged.models.language_model import model_type_of
 from mlx_paged.models.memory import acquire_cache_limit, acquire_wired_limit, read_wired_limit
 from mlx_paged.options.argument_values import AT_LEAST_0

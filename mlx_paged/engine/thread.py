@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import mlx.core as mx
 
-from mlx_paged.errors import words_for_all
+from mlx_paged.errors import EngineStoppedError, words_for_all
 
 T = TypeVar("T")
 
@@ -32,10 +32,6 @@ STUCK_SECONDS = 0.5
 SECONDS_TO_STOP = 1.0
 STUCK_STATUS = 70
 """The exit status of a process whose engine was in the middle of a step that did not end."""
-
-
-class EngineStoppedError(RuntimeError):
-    """The engine was shut down, or stopped by a failure, which is then the ``__cause__``."""
 
 
 class ForkedError(EngineStoppedError):

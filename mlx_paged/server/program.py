@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from mlx.nn.layers.base import Module
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+    from mlx_paged.server.app import App
     from mlx_paged.server.service import Service
 
 logger = logging.getLogger("mlx_paged.server")
@@ -140,6 +141,7 @@ def _run(args: argparse.Namespace) -> int:
         follow(args)
         return 0
     import_first("mlx_paged.loading", "mlx_paged.server.app")
+    from mlx_paged.server.app import App
     from mlx_paged.server.http.http_server import bind, close_all, is_loopback
     from mlx_paged.server.http.logs import setup_logging
 
@@ -157,7 +159,8 @@ def _run(args: argparse.Namespace) -> int:
         service = make_service(args, settings)
         announce = partial(_announce, args, service, sockets)
         with service.engine, warnings_as_lines(partial(logger.warning, "%s")):
-            return serve(service, sockets, announce, key_file)
+            app = App(service, is_loopback(sockets), key_file, max_connections())
+            return serve(app, sockets, announce, key_file)
     finally:
         close_all(sockets)
 
@@ -315,7 +318,7 @@ def _model_name(model: str | None) -> str:
 
 
 def serve(
-    service: Service,
+    app: App,
     sockets: list[socket.socket],
     announce: Callable[[], None] = lambda: None,
     key_file: KeyFile | None = None,
@@ -328,14 +331,13 @@ def serve(
         key_file: reread when it changes.
     """
     from mlx_paged.engine.thread import STUCK_STATUS
-    from mlx_paged.server.app import App
-    from mlx_paged.server.http.http_server import HttpServer, is_loopback
+    from mlx_paged.server.http.http_server import HttpServer
 
     # Excludes all objects so far from garbage collections, which then take milliseconds instead of
     # tenths of a second.
     gc.collect()
     gc.freeze()
-    app = App(service, is_loopback(sockets), key_file, _max_connections())
+    service = app.service
     server = HttpServer(app, app.gate, service.engine, service.settings, announce, key_file)
     server.run(sockets)
     if server.has_failed:
@@ -350,7 +352,7 @@ def serve(
     return 0
 
 
-def _max_connections() -> int:
+def max_connections() -> int:
     """Raise the limit on open files (256 by default on macOS) and derive one on connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Scope
 
 from mlx_paged.errors import shown
@@ -18,6 +19,9 @@ from mlx_paged.server.settings import ApiKey, KeyFile, ServerSettings, num_users
 # The health check, and the page, which is static: its data comes from paths that need a key.
 OPEN_PATHS = frozenset({"/", "/health"})
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+# Headers that a router writes and removes from the requests of clients begin with this.
+ROUTER_PREFIX = b"x-mlx-paged-"
+_USER_HEADER = ROUTER_PREFIX + b"user"
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,15 @@ class Principal:
         name: the name of the key, for logs; ``"-"`` if no key is needed.
         cache_salt: the salt of the user's cached K/V; ``None`` if users share them.
         is_alone: whether there is no other user.
+        models: the names of the models that the user may use; ``None`` for all.
+        is_admin: whether the user may load and unload models.
     """
 
     name: str = "-"
     cache_salt: str | None = None
     is_alone: bool = True
+    models: frozenset[str] | None = None
+    is_admin: bool = False
 
     def salted(self, cache_salt: str | None) -> str | None:
         """Combine the user's salt with that of a request; different pairs give different salts."""
@@ -47,6 +55,11 @@ class Principal:
         if self.cache_salt is None or cache_salt is None:
             return False
         return cache_salt == self.cache_salt or cache_salt.startswith(f'["{self.cache_salt}", ')
+
+    def header(self) -> tuple[bytes, bytes]:
+        """The header in which a router passes the user to the process of a model."""
+        value = json.dumps([self.name, self.cache_salt, self.is_alone])
+        return _USER_HEADER, value.encode()
 
 
 ANONYMOUS = Principal()
@@ -100,14 +113,28 @@ def _key_in(headers: Mapping[bytes, bytes]) -> bytes | None:
 
 
 def _principal_of(key: ApiKey, share_cache: bool, is_alone: bool) -> Principal:
-    if share_cache:
-        return Principal(key.name, is_alone=is_alone)
-    text = "mlx_paged user {} {}".format(*key.user)
-    return Principal(key.name, hashlib.sha256(text.encode()).hexdigest()[:32], is_alone)
+    salt = None
+    if not share_cache:
+        text = "mlx_paged user {} {}".format(*key.user)
+        salt = hashlib.sha256(text.encode()).hexdigest()[:32]
+    return Principal(key.name, salt, is_alone, key.models, key.is_admin)
 
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+class BehindRouter(Guard):
+    """Sets ``scope["state"]["principal"]`` to the user that the router in front has found. Only the
+    router can reach the socket.
+    """
+
+    def refusal(self, scope: Scope) -> ApiError | None:
+        value = dict(scope["headers"]).get(_USER_HEADER)
+        if value is None:
+            return ApiError(401, "the request does not come from the router")
+        scope.setdefault("state", {})["principal"] = Principal(*json.loads(value))
+        return None
 
 
 class OriginGuard(Guard):
@@ -164,6 +191,24 @@ class OriginGuard(Guard):
         if name in self._hosts or is_loopback_name(name):
             return True
         return not self._is_loopback and _address(name) is not None
+
+
+def guarded(
+    app: ASGIApp, settings: ServerSettings, is_loopback: bool, key_file: KeyFile | None = None
+) -> ASGIApp:
+    """Wrap an application in the middleware that decides whose requests are answered."""
+    app = Access(app, settings, key_file)
+    if settings.cors_origins:
+        # Outside Access: preflight requests have no key, and pages may read that a key is missing.
+        app = CORSMiddleware(
+            app,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "request-id", "retry-after"],
+            max_age=600,
+        )
+    return OriginGuard(app, settings, is_loopback)
 
 
 def is_loopback_name(name: str) -> bool:

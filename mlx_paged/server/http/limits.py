@@ -8,13 +8,16 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_paged.engine.stats import SequenceCounts
 from mlx_paged.server.errors import ApiError, error_response
 from mlx_paged.server.http.access import ANONYMOUS, Principal
+
+if TYPE_CHECKING:
+    from mlx_paged.engine.stats import SequenceCounts
 
 BODY_SECONDS = 60.0
 MAX_BODIES = 8  # of maximum size, in requests that are not answered yet

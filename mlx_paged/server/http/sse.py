@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
@@ -19,7 +19,9 @@ from mlx_paged.server.errors import (
     protocol_of,
     until_disconnect,
 )
-from mlx_paged.server.generations import Answer
+
+if TYPE_CHECKING:
+    from mlx_paged.server.generations import Answer
 
 logger = logging.getLogger("mlx_paged.server")
 
