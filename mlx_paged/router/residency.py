@@ -231,12 +231,13 @@ class Residency:
         if num_waiting >= self._max_waiting:
             what = f"{num_waiting} requests wait for models already; retry later"
             raise ApiError(503, what, code="too_many_waiting", headers={"Retry-After": "5"})
-        turn = asyncio.get_running_loop().create_future()
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         model.waiting.append(turn)
         self._queue.setdefault(model)
         self._wake()
+        limit = asyncio.timeout(self._wait_seconds)
         try:
-            async with asyncio.timeout(self._wait_seconds) as limit:
+            async with limit:
                 await turn
         except BaseException:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
@@ -267,48 +268,60 @@ class Residency:
 
     def _next_change(self) -> Coroutine[Any, Any, None] | None:
         """The next change to be made; ``None`` if there is none, or it has to wait for answers."""
-        in_memory = [each for each in self.models.values() if each.process.state == "loaded"]
-        now = asyncio.get_running_loop().time()
         for model in self.models.values():
             model.is_leaving &= model.is_in_memory  # A process may have ended by itself.
-        for model in in_memory:
-            is_over = model.expires <= now and not model.is_pinned
-            if not model.num_users and (model.is_leaving or is_over):
-                return self._put_away(model, "its time is over" if is_over else "as asked")
-        if not self._fits(in_memory):
-            least_recent = min(
-                (each for each in in_memory if not (each.num_users or each.is_pinned)),
-                key=lambda each: each.used,
-                default=None,
-            )
-            if least_recent is not None and len(in_memory) > 1:
-                return self._put_away(least_recent, "models take more than the budget")
+        if (excess := self._next_excess()) is not None:
+            return self._put_away(*excess)
+        self._let_all_in()
+        # Which models have to make room is decided again: the others may go on.
+        self._making_room = []
+        for model in list(self._queue):
+            if (change := self._way_in(model)) is not None or self._making_room:
+                return change
+        return None
+
+    def _next_excess(self) -> tuple[Resident, str] | None:
+        """A model that is to be put away although no other one waits for its room, and why."""
+        in_memory = [each for each in self.models.values() if each.process.state == "loaded"]
+        now = asyncio.get_running_loop().time()
+        idle = [each for each in in_memory if not each.num_users]
+        for model in idle:
+            if model.is_leaving:
+                return model, "as asked"
+            if model.expires <= now and not model.is_pinned:
+                return model, "its time is over"
+        unpinned = [each for each in idle if not each.is_pinned]
+        if unpinned and len(in_memory) > 1 and not self._fits(in_memory):
+            return min(unpinned, key=lambda each: each.used), "models take more than the budget"
+        return None
+
+    def _way_in(self, model: Resident) -> Coroutine[Any, Any, None] | None:
+        """The next change on the way to a model that requests wait for; ``None`` if there is none,
+        or others have to make room and answer.
+        """
+        if self._is_open(model):
+            self._let_in(model)
+        if model.is_in_memory or not model.waiting:
+            return None  # It may be leaving, and is loaded again afterwards.
+        if model.need is None:
+            return self._measure(model)
+        leaving = self._those_that_leave(model)
+        if leaving is None:
+            self._refuse(model, self._no_room(model))
+            return None
+        if idle := [each for each in leaving if not each.num_users]:
+            return self._put_away(idle[0], f"{model.name} needs its room")
+        self._making_room = leaving
+        return None if leaving else self._load(model)
+
+    def _let_all_in(self) -> None:
+        """Let requests begin whose models are there, and forget models that none waits for."""
         for model in list(self._queue):
             model.waiting = [turn for turn in model.waiting if not turn.done()]
-            if model.waiting and self._is_open(model):
+            if self._is_open(model):
                 self._let_in(model)
             if not model.waiting:
                 del self._queue[model]
-        self._making_room = []
-        for model in list(self._queue):
-            if self._is_open(model):  # It was to make room for one that nobody waits for any more.
-                self._let_in(model)
-                del self._queue[model]
-            elif model.is_in_memory:  # It is leaving, and loaded again afterwards.
-                continue
-            elif model.need is None:
-                return self._measure(model)
-            elif (leaving := self._those_that_leave(model)) is None:
-                self._refuse(model, self._no_room(model))
-                del self._queue[model]
-            elif idle := [each for each in leaving if not each.num_users]:
-                return self._put_away(idle[0], f"{model.name} needs its room")
-            elif leaving:
-                self._making_room = leaving
-                return None
-            else:
-                return self._load(model)
-        return None
 
     def _let_in(self, model: Resident) -> None:
         """Let the requests that wait for a model begin."""
@@ -405,8 +418,8 @@ class Residency:
         return [each for each in leaving if each not in kept]
 
     def _shares(self, models: Iterable[Resident]) -> dict[Resident, int]:
-        """What the K/V of each of these models may take: the same, but at least what it needs and at
-        most what is of use to it.
+        """What the K/V of each of these models may take: the same, but at least what it needs and
+        at most what is of use to it.
         """
         models, total = list(models), self._kv_of(models)
 
@@ -494,5 +507,5 @@ async def measure(flags: Mapping[str, Any]) -> Need:
     if given is not None:
         budget = KVBudget.parse(given)
         block_nbytes = found["kv_per_token"] * flags.get("block_size", DEFAULT_BLOCK_SIZE)
-        least_kv = budget.nbytes or (budget.num_blocks + 1) * block_nbytes
+        least_kv = budget.nbytes or ((budget.num_blocks or 0) + 1) * block_nbytes
     return Need(found["weights"], found["activations_estimated"], least_kv, given is not None)
