@@ -199,9 +199,8 @@ class Residency:
         if self._changing is not None:
             self._changing.cancel()
             await asyncio.wait([self._changing])
-        for model in self._queue:
+        for model in list(self._queue):
             self._refuse(model, ApiError(503, "the server is shutting down; retry later"))
-        self._queue.clear()
         stops = [model.process.stop() for model in self.models.values() if model.is_in_memory]
         await asyncio.gather(*stops, return_exceptions=True)
 
@@ -252,6 +251,7 @@ class Residency:
             if not turn.done():
                 turn.set_exception(error)
         model.waiting.clear()
+        self._queue.pop(model, None)
 
     # Changes
 
@@ -318,10 +318,8 @@ class Residency:
         """Let requests begin whose models are there, and forget models that none waits for."""
         for model in list(self._queue):
             model.waiting = [turn for turn in model.waiting if not turn.done()]
-            if self._is_open(model):
+            if self._is_open(model) or not model.waiting:
                 self._let_in(model)
-            if not model.waiting:
-                del self._queue[model]
 
     def _let_in(self, model: Resident) -> None:
         """Let the requests that wait for a model begin."""
@@ -329,7 +327,8 @@ class Residency:
             if not turn.done():
                 self._admit(model)
                 turn.set_result(None)
-        model.waiting = []
+        model.waiting.clear()
+        self._queue.pop(model, None)
 
     async def _measure(self, model: Resident) -> None:
         try:
