@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 # The module and the function of each command.
 COMMANDS = {
     "chat": ("mlx_paged.cli.chat.program", "main"),
-    "serve": ("mlx_paged.server", "main"),
+    "serve": ("mlx_paged.router.program", "main"),
     "fit": ("mlx_paged.cli.fit.program", "main"),
     "list": ("mlx_paged.cli.fit.program", "main_of_list"),
     "cache": ("mlx_paged.cli.cache.program", "main"),

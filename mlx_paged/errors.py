@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import traceback
 
+# The exit status of a process whose engine was in the middle of a step that did not end.
+STUCK_STATUS = 70
 MAX_SHOWN = 80  # characters of a value in a message
 MAX_QUOTED = 300  # characters of another error's text in a message
 # Control characters and line separators; and those that reverse the order of what follows, which

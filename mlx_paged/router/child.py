@@ -50,9 +50,9 @@ def _run(own: argparse.Namespace) -> int:
     from mlx_paged.server.routes import ApiRoute, RequestContext
     from mlx_paged.server.schemas import Body
 
-    async def memory(context: RequestContext[Body]) -> Response:
-        """The bytes that this process holds."""
-        return JSONResponse({"nbytes": nbytes_held()})
+    async def state(context: RequestContext[Body]) -> Response:
+        """The context, and the bytes that this process holds."""
+        return JSONResponse({"max_model_len": service.max_model_len, "nbytes": nbytes_held()})
 
     async def budget(context: RequestContext[Body]) -> Response:
         """Change what K/V may take: ``?nbytes=N``; the budget then."""
@@ -72,7 +72,7 @@ def _run(own: argparse.Namespace) -> int:
     settings = program.read_settings(args)
     setup_logging(settings.log_level, settings.log_prompts)
     service = program.make_service(args, settings)
-    routes = [ApiRoute("/router/memory", memory), ApiRoute("/router/budget", budget)]
+    routes = [ApiRoute("/router/state", state), ApiRoute("/router/budget", budget)]
     with service.engine, warnings_as_lines(partial(logger.warning, "%s")):
         app = App(service, max_connections=program.max_connections(), for_router=routes)
 

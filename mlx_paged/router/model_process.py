@@ -48,6 +48,9 @@ class ModelProcess:
             104 bytes, the limit of macOS.
 
     Attributes:
+        names: the name, and aliases.
+        max_model_len: the most tokens of a prompt and its answer; ``None`` if there is no limit, or
+            the model was never loaded.
         state: ``"failed"`` if the process ended by itself or could not load the model; like
             ``"unloaded"``, it can be started.
         num_requests: the requests that are being answered.
@@ -56,10 +59,12 @@ class ModelProcess:
 
     def __init__(self, name: str, flags: Mapping[str, Any], path: Path):
         self.name = name
+        self.names = tuple(flags["served_model_name"])
+        self.flags = flags
+        self.max_model_len: int | None = None
         self.state: State = "unloaded"
         self.num_requests = 0
         self.loading_since = 0.0
-        self._flags = flags
         self._path = path
         self._changing = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
@@ -98,21 +103,33 @@ class ModelProcess:
                     self.state = "unloaded"
                 raise
 
-    async def stop(self) -> None:
-        """Unload the model, or stop loading it; answers have ``--drain-seconds`` to end."""
+    async def stop(self, seconds: float | None = None) -> bool:
+        """Unload the model, or stop loading it; answers have ``--drain-seconds`` to end.
+
+        Args:
+            seconds: after which the process is killed; by default after it had the time that it
+                may take.
+
+        Returns:
+            whether the process has ended by itself.
+        """
+        if seconds is None:
+            seconds = self.flags["drain_seconds"] + SECONDS_BEYOND_DRAIN
         if self.state == "loading" and self._process is not None:
             self._process.terminate()
         self.state = "unloaded"
         async with self._changing:
             process = self._process
             if process is None or process.returncode is not None:
-                return
+                return True
             self.state = "unloaded"  # also if it was loaded meanwhile
             process.terminate()
             with suppress(TimeoutError):
-                seconds = self._flags["drain_seconds"] + SECONDS_BEYOND_DRAIN
                 await asyncio.wait_for(process.wait(), seconds)
+                return True
+            logger.error("the process of %s did not end in %g s; it is killed", self.name, seconds)
             await self._kill()
+            return False
 
     async def shrink(self, kv_nbytes: int) -> int:
         """Change what K/V may take, to at most the budget of the start; returns what it is then.
@@ -124,7 +141,7 @@ class ModelProcess:
         """The bytes that the process holds by its own measure; 0 if there is none."""
         if self.state != "loaded":
             return 0
-        return int(json.loads(await self.ask("/router/memory"))["nbytes"])
+        return int(json.loads(await self.ask("/router/state"))["nbytes"])
 
     @asynccontextmanager
     async def send(
@@ -185,7 +202,7 @@ class ModelProcess:
                 start_new_session=True,  # Ctrl-C in a terminal is for the router alone.
             )
         assert process.stdin is not None
-        flags = dict(self._flags)
+        flags = dict(self.flags)
         if kv_cache_bytes is not None:
             flags |= {"kv_cache_bytes": kv_cache_bytes, "swap_bytes": flags["swap_bytes"] or "0"}
         process.stdin.write(json.dumps(flags).encode() + b"\n")
@@ -196,7 +213,9 @@ class ModelProcess:
         if not is_ready:
             await relaying
             reason = self._said or _in_words(process.returncode)
-            self._note_failure(ApiError(500, f"can't be loaded: {reason}", code="model_not_loaded"))
+            self._note_failure(
+                ApiError(500, f"can't be loaded: {reason}", code="model_load_failed")
+            )
             raise self._failure_now()
         self.state = "loaded"
         logger.info("%s was loaded in %.1f s", self.name, time.monotonic() - self.loading_since)
@@ -206,10 +225,11 @@ class ModelProcess:
         """Wait until the process answers or has ended; returns whether it answers."""
         ending = asyncio.create_task(process.wait())
         # The connection waits in the backlog of the socket until then.
-        asking = asyncio.create_task(self.ask("/health"))
+        asking = asyncio.create_task(self.ask("/router/state"))
         try:
             await asyncio.wait({ending, asking}, return_when=asyncio.FIRST_COMPLETED)
             if asking.done() and asking.exception() is None:
+                self.max_model_len = json.loads(asking.result())["max_model_len"]
                 return True
             await self._kill()
             return False

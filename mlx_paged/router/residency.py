@@ -194,15 +194,24 @@ class Residency:
         while model.is_leaving:
             await self._changed.wait()
 
-    async def close(self) -> None:
-        """Put all models away, all at once; requests that wait get an error."""
+    async def close(self, seconds: float | None = None) -> bool:
+        """Put all models away, all at once; requests that wait get an error.
+
+        Args:
+            seconds: after which processes are killed; by default as of :meth:`ModelProcess.stop`.
+
+        Returns:
+            whether all have ended by themselves.
+        """
         if self._changing is not None:
             self._changing.cancel()
             await asyncio.wait([self._changing])
         for model in list(self._queue):
             self._refuse(model, ApiError(503, "the server is shutting down; retry later"))
-        stops = [model.process.stop() for model in self.models.values() if model.is_in_memory]
-        await asyncio.gather(*stops, return_exceptions=True)
+        stops = [
+            model.process.stop(seconds) for model in self.models.values() if model.is_in_memory
+        ]
+        return all(await asyncio.gather(*stops))
 
     # Requests
 

@@ -72,7 +72,7 @@ class App(RequestLog):
         counts: Counter[tuple[str, str, int]] = Counter()
         inner.state.service = service
         engine, model_name = service.engine.engine, service.model_names[0]
-        inner.state.metrics = EngineCollector(engine, model_name, counts)
+        inner.state.metrics = EngineCollector(engine, model_name, counts, bool(for_router))
         limited = Limits(inner, service.settings.max_body_bytes)
         if for_router:
             checked: ASGIApp = BehindRouter(limited)

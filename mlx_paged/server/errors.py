@@ -97,6 +97,16 @@ def _types_of(error: ApiError) -> tuple[str, str]:
     return _TYPES.get(error.status, other)
 
 
+def not_stored() -> ApiError:
+    """The error for a response that is asked for by its id."""
+    return ApiError(
+        404,
+        "responses are not stored here and can't be retrieved; send the whole conversation",
+        param="response_id",
+        code="response_not_found",
+    )
+
+
 @dataclass(frozen=True)
 class WireProtocol:
     """The form of errors in an API.

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import ipaddress
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from urllib.parse import urlsplit
 
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import HTMLResponse
 from starlette.types import ASGIApp, Scope
 
 from mlx_paged.errors import shown
 from mlx_paged.server.errors import ApiError, Guard
 from mlx_paged.server.settings import ApiKey, KeyFile, ServerSettings, num_users
 
-# The health check, and the page, which is static: its data comes from paths that need a key.
-OPEN_PATHS = frozenset({"/", "/health"})
-_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 # Headers that a router writes and removes from the requests of clients begin with this.
 ROUTER_PREFIX = b"x-mlx-paged-"
 _USER_HEADER = ROUTER_PREFIX + b"user"
@@ -90,7 +93,7 @@ class Access(Guard):
     def refusal(self, scope: Scope) -> ApiError | None:
         if self._key_file is not None and self._key_file.keys is not self._keys:
             self._read(self._key_file.keys)
-        is_open = scope["path"] in OPEN_PATHS and scope["method"] in _SAFE_METHODS
+        is_open = is_open_path(scope["path"]) and scope["method"] in SAFE_METHODS
         principal = ANONYMOUS if is_open or not self._keys else None
         key = _key_in(dict(scope["headers"]))
         if key is not None:
@@ -164,7 +167,7 @@ class OriginGuard(Guard):
         host = headers.get(b"host", b"").decode("latin-1").lower()
         # In HTTP/1.0 the header may be missing; supervisors check the health in this way, and web
         # pages can't omit it.
-        is_plain_check = b"host" not in headers and path in OPEN_PATHS and method in _SAFE_METHODS
+        is_plain_check = b"host" not in headers and is_open_path(path) and method in SAFE_METHODS
         if not is_plain_check and not self._is_allowed_host(host):
             return ApiError(
                 421,
@@ -173,7 +176,7 @@ class OriginGuard(Guard):
                 code="host_not_allowed",
             )
         origin = headers.get(b"origin")
-        if origin is None or method in _SAFE_METHODS or "*" in self._origins:
+        if origin is None or method in SAFE_METHODS or "*" in self._origins:
             return None
         text = origin.decode("latin-1").lower()
         if text in self._origins or _host_of(text) == host:
@@ -211,6 +214,13 @@ def guarded(
     return OriginGuard(app, settings, is_loopback)
 
 
+def is_open_path(path: str) -> bool:
+    """Whether a path needs no key: the health check, and pages, also of one of several models.
+    These are static: their data come from paths that need a key.
+    """
+    return path in ("/", "/health") or (path.startswith("/model/") and path.endswith("/"))
+
+
 def is_loopback_name(name: str) -> bool:
     """Whether a name or an address always refers to this machine: localhost, 127.0.0.1, [::1]."""
     if name == "localhost" or name.endswith(".localhost"):
@@ -233,3 +243,35 @@ def _host_of(origin: str) -> str | None:
         return urlsplit(origin).netloc or None
     except ValueError:
         return None
+
+
+@cache
+def html_page(package: str) -> HTMLResponse:
+    """The page ``page.html`` of a package."""
+    html = resources.files(package).joinpath("page.html").read_text("utf-8")
+    headers = {
+        "Content-Security-Policy": security_policy(html),
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "no-cache",
+    }
+    return HTMLResponse(html, headers=headers)
+
+
+def security_policy(html: str) -> str:
+    """A policy that allows a page its own script, its own style and requests to its own server.
+
+    Raises:
+        ValueError: the page does not have exactly one script and one style.
+    """
+    (script,) = re.findall(r"<script>(.*?)</script>", html, re.S)
+    (style,) = re.findall(r"<style>(.*?)</style>", html, re.S)
+    return (
+        f"default-src 'none'; script-src {_source(script)}; style-src {_source(style)}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+
+
+def _source(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -30,7 +30,7 @@ DONE = b"data: [DONE]\n\n"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":"))
 _KEEP_ALIVE = b": the answer is on its way\n\n"
 
-_HEADERS = {
+HEADERS = {
     "Cache-Control": "no-cache",
     # Otherwise nginx buffers events.
     "X-Accel-Buffering": "no",
@@ -63,7 +63,7 @@ class EventStream(StreamingResponse):
     """Seconds without an event after which a comment keeps the connection alive."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], *sources: Answer):
-        super().__init__(events, headers=_HEADERS)
+        super().__init__(events, headers=HEADERS)
         self._events = events
         self._sources = sources
 
