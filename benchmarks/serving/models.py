@@ -4,8 +4,9 @@ beside each alone.
     python -m benchmarks models
     python -m benchmarks models --gigabytes 4
 
-A load is measured with random weights of a given size, first with nothing known of them, when the
-folder of conversations needs their digest, and then again. Files are in the page cache. A swap is a
+A load is measured with the bundled model, of 4.5 MB, and with random weights of a given size; the
+difference is what weights cost. The first load also computes what the model needs, and the digest
+of its weights. Files are in the page cache. A swap is a
 turn of a conversation with a copy of the bundled model while another one has the only place: that
 one is put away, the model is loaded, and the conversation is read from disk. All times are those of
 a client.
@@ -54,20 +55,17 @@ def main() -> int:
         nbytes = write_large(folder / "large", args.gigabytes)
         models = [str(folder / each) for each in ("a", "b", "large")]
         with served(models, ALL_PLACES, folder / "kv") as url:
-            loads = measure_loads(url, nbytes)
+            loads = measure_loads(url, nbytes / 1e9, args.rounds)
             speeds = measure_speeds(url, args.tokens, args.rounds)
         with served(models[:2], ONE_PLACE, folder / "kv") as url:
             swaps = measure_swaps(url, args.rounds)
     print_table(
-        ["a load", "GB", "s", "s per GB"],
-        [
-            [each["load"], each["gb"], each["seconds"], each["seconds_per_gb"] or ""]
-            for each in loads
-        ],
+        ["s of a load", "bundled model", f"{nbytes / 1e9:.2f} GB", "per GB"],
+        [[when, *each.values()] for when, each in loads.items()],
     )
-    print_table(["tokens/s", "a", "b", "both"], [[who, *each.values()] for who, each in speeds])
+    print_table(["tokens/s", "a", "b"], [[who, *each.values()] for who, each in speeds.items()])
     print_table(["a turn", "s to the first token"], list(swaps.items()))
-    results = {"loads": loads, "tokens_per_second": dict(speeds), "turns": swaps}
+    results = {"loads": loads, "tokens_per_second": speeds, "turns": swaps}
     print_json("models", setting, results, args.out)
     return 0
 
@@ -120,23 +118,26 @@ def post(url: str, body: dict[str, Any]) -> Iterator[bytes]:
         yield from answer
 
 
-def measure_loads(url: str, nbytes: int) -> list[dict[str, Any]]:
-    """How long loads take."""
-    found = []
-    for what, model, size in (
-        ("the bundled model", "a", 0),
-        ("random weights, for the first time", "large", nbytes),
-        ("random weights, again", "large", nbytes),
-    ):
+def measure_loads(url: str, gigabytes: float, rounds: int) -> dict[str, dict[str, float]]:
+    """Seconds of the first and of later loads of two models, and the difference for each GB."""
+
+    def load(model: str) -> float:
         begin = time.perf_counter()
         list(post(f"{url}/v1/models/{model}/load", {}))
         seconds = time.perf_counter() - begin
         list(post(f"{url}/v1/models/{model}/unload", {}))
-        per_gb = round(seconds / (size / 1e9), 2) if size else None
-        gb = round(size / 1e9, 2) or 0.0045
-        found.append(
-            {"load": what, "gb": gb, "seconds": round(seconds, 2), "seconds_per_gb": per_gb}
+        return seconds
+
+    found = {}
+    for when, count in (("the first", 1), ("a later one", rounds)):
+        small, large = (
+            statistics.median(load(model) for _ in range(count)) for model in ("a", "large")
         )
+        found[when] = {
+            "bundled": round(small, 2),
+            "random": round(large, 2),
+            "per_gb": round((large - small) / gigabytes, 2),
+        }
     return found
 
 
@@ -151,7 +152,7 @@ def answer(url: str, model: str, num_tokens: int) -> tuple[float, float]:
     return times[0], times[-1]
 
 
-def measure_speeds(url: str, num_tokens: int, rounds: int) -> list[tuple[str, dict[str, float]]]:
+def measure_speeds(url: str, num_tokens: int, rounds: int) -> dict[str, dict[str, float]]:
     """Tokens per second of two models, alone and at once: the medians of some rounds."""
 
     def speed(model: str) -> float:
@@ -164,10 +165,10 @@ def measure_speeds(url: str, num_tokens: int, rounds: int) -> list[tuple[str, di
     with ThreadPoolExecutor(2) as threads:
         pairs = [list(threads.map(speed, "ab")) for _ in range(rounds)]
     at_once = {model: statistics.median(pair[i] for pair in pairs) for i, model in enumerate("ab")}
-    return [
-        (who, {**{name: round(each) for name, each in by.items()}, "both": round(sum(by.values()))})
+    return {
+        who: {name: round(each) for name, each in by.items()}
         for who, by in (("each alone", alone), ("at once", at_once))
-    ]
+    }
 
 
 def measure_swaps(url: str, rounds: int) -> dict[str, float]:
