@@ -23,7 +23,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from mlx_paged.errors import one_line, shown
+from mlx_paged.errors import one_line, shown, without_room
 from mlx_paged.models.memory import MIN_KV_CACHE_BYTES, format_nbytes
 from mlx_paged.options.config import DEFAULT_BLOCK_SIZE, KVBudget
 from mlx_paged.server.errors import ApiError
@@ -506,8 +506,9 @@ async def measure(flags: Mapping[str, Any]) -> Need:
         raise
     if process.returncode == 2 or not output:
         lines = errors.decode(errors="replace").strip().splitlines() or ["it gave no reason"]
-        what = lines[-1].partition("error: ")[2] or lines[-1]
-        raise ApiError(500, f"the model can't be loaded: {what}", code="model_load_failed")
+        what = without_room(lines[-1].partition("error: ")[2] or lines[-1])
+        named = shown(flags["served_model_name"][0])
+        raise ApiError(500, f"the model {named} can't be loaded: {what}", code="model_load_failed")
     found = json.loads(output)
     num_tokens = min(LEAST_TOKENS, flags.get("max_model_len") or found["context_of_model"])
     least_kv = found["kv_per_token"] * num_tokens + found["states"]

@@ -102,11 +102,12 @@ class FakeProcess:
             raise self.error
         self.state = "loaded"
 
-    async def stop(self) -> None:
+    async def stop(self, seconds: float | None = None) -> bool:
         assert not self.num_running, f"{self.name} answers"
         self.world.log.append(f"stop {self.name}")
         await asyncio.sleep(STOP_SECONDS)
         self.state, self.kv = "unloaded", 0
+        return True
 
     async def shrink(self, kv_nbytes: int) -> int:
         await asyncio.sleep(0)
