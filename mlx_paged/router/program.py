@@ -22,7 +22,6 @@ from mlx_paged.block_store.directory import make_folder
 from mlx_paged.cli.program import Parser, run_program
 from mlx_paged.cli.streams import say, warnings_as_lines
 from mlx_paged.errors import STUCK_STATUS, ArgumentError, one_line, shown, system_reason
-from mlx_paged.models.memory import format_nbytes, kv_share, memory_size, recommended_memory
 from mlx_paged.options.config import DEFAULT_CACHE_DIR_SIZE, KEEP_ALIVE, NBYTES
 from mlx_paged.server import program as server
 from mlx_paged.server.settings import KeyFile, in_words
@@ -263,6 +262,8 @@ def _budget(limit: str | int | None) -> tuple[int, Callable[[int, int], int]]:
     """The bytes for all models, and what of them K/V may take beside weights and activations: the
     share that a single model's K/V take by default.
     """
+    from mlx_paged.models.memory import kv_share, memory_size, recommended_memory
+
     recommended = recommended_memory()
     if limit is not None:
         recommended = NBYTES.check("server", "memory_limit", limit)
@@ -278,6 +279,8 @@ def with_cache_dir(models: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping
     """The flags of models, with a folder for their conversations where none is given, so that these
     outlive their time in memory.
     """
+    from mlx_paged.models.memory import format_nbytes
+
     folder = default_cache_dir()
     without = {
         name: {**flags, "cache_dir": str(folder)}
