@@ -40,7 +40,7 @@ from mlx_paged.models.memory import acquire_cache_limit, acquire_wired_limit, re
 from mlx_paged.options.argument_values import AT_LEAST_0
 from mlx_paged.options.engine_options import EngineOptions
 from mlx_paged.options.foreign_arguments import NoOptions, refuse_unknown
-from mlx_paged.options.sampling_params import SamplingParams
+from mlx_paged.options.sampling_params import PoolingParams, SamplingParams
 from mlx_paged.request import REQUEST_ID, RequestOutput
 
 T = TypeVar("T")
@@ -101,20 +101,21 @@ class Engine:
         self.scheduler, self.steps, self.reports = parts.scheduler, parts.steps, parts.reports
         self.snapshots, self.latencies = parts.snapshots, parts.latencies
         self.nbytes_activations = parts.nbytes_activations
-        self.input_processor = InputProcessor(self.tokenizer, self.runner.vocab_size, own.seed)
+        self.input_processor = InputProcessor(self.tokenizer, self.runner.model, own.seed)
         decode = self.runner.compiled_decode
         self.thread = self._new_thread(forget=None if decode is None else decode.forget_traces)
         self._interrupted_step: EngineCall[_Stepped] | None = None  # its wait was interrupted
         self._ready: list[RequestOutput] = []
         self._calls_functions = False
-        self._release_limits = [
+        self._releases = [
             acquire_wired_limit(wired_nbytes),
             acquire_cache_limit(self.nbytes_activations),
+            self.runner.matmul.acquire(),
         ]
         # These end with the engine; at the end of Python they do so by themselves.
         self._release_thread = weakref.finalize(self, self.thread.release)
         endings = [] if self.disk_tier is None else [self.disk_tier.finish]
-        others = [weakref.finalize(self, end) for end in (*self._release_limits, *endings)]
+        others = [weakref.finalize(self, end) for end in (*self._releases, *endings)]
         for finalizer in (self._release_thread, *others):
             finalizer.atexit = False
         if self.disk_tier is not None:
@@ -142,7 +143,7 @@ class Engine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
@@ -156,7 +157,10 @@ class Engine:
         Args:
             prompt: text, token ids, or vLLM's dicts ``{"prompt": text}`` and ``{"prompt_token_ids":
                 ids}``.
-            params: how to sample; greedy by default.
+            params: how to sample; greedy by default. With ``PoolingParams``, the answer is an
+                embedding or logits of the prompt (``RequestOutput.pooled``). It is computed in the
+                same steps as other requests, and its K/V are neither stored nor left in the prefix
+                cache, apart from ``num_shared_tokens``.
             priority: lower runs first among the requests of a user, as in vLLM, and preempts
                 running requests; for the order see ``priority_steps``.
             cache_salt: only requests with the same salt share K/V.
@@ -168,7 +172,7 @@ class Engine:
 
         Raises:
             ValueError: the prompt is empty, a token id is not in the vocabulary, the request id is
-                in use, or the parameters can't be satisfied.
+                in use, the parameters can't be satisfied, or the model gives no embeddings.
             PromptTooLongError: the budget can never hold the prompt; the message has the numbers.
         """
         if unknown:
@@ -413,11 +417,15 @@ class Engine:
     def close(self, timeout: float = SECONDS_AT_EXIT) -> bool:
         """Write the remaining blocks to ``cache_dir``, for at most ``timeout`` seconds, and stop
         using it; returns whether all were written. Restores MLX's limits of wired memory and freed
-        buffers. Without a call, the end of the engine or of Python does the same.
+        buffers, and the classes of the model's linear layers, so that further steps multiply with
+        MLX's own matmul. Without a call, the end of the engine or of Python does the same.
         """
         self.thread.check_process()
-        for release in self._release_limits:
+        for release in self._releases:
             release()
+        decode = self.runner.compiled_decode
+        if self.runner.matmul.is_used and decode is not None:
+            self._done_between_steps(decode.forget_traces, timeout)
         if self.disk_tier is None:
             return True
         return self.disk_tier.close(timeout, self._done_between_steps)
@@ -425,7 +433,12 @@ class Engine:
     def stats(self) -> EngineStats:
         """Memory, requests and counters; from any thread."""
         return stats_of(
-            self.scheduler, self.cache, self.latencies, self.disk_tier, self.nbytes_activations
+            self.scheduler,
+            self.cache,
+            self.latencies,
+            self.disk_tier,
+            self.nbytes_activations,
+            self.runner.matmul,
         )
 
     def view(self) -> EngineView:

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
-from mlx_paged.server import anthropic, openai, responses
+from mlx_paged.server import anthropic, ollama, openai, responses
 from mlx_paged.server.errors import ApiError, failed
 from mlx_paged.server.http.access import BehindRouter, guarded
 from mlx_paged.server.http.http_server import MAX_CONNECTIONS, Gate
@@ -36,6 +36,7 @@ ROUTES = [
     *openai.ROUTES,
     *anthropic.ROUTES,
     *responses.ROUTES,
+    *ollama.ROUTES,
     ApiRoute("/openapi.json", openapi),
 ]
 

@@ -92,6 +92,10 @@ def _anthropic_body(error: ApiError, request_id: str | None = None) -> dict[str,
     return {"type": "error", "error": fields, "request_id": request_id}
 
 
+def _ollama_body(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
+    return {"error": error.message}
+
+
 def _types_of(error: ApiError) -> tuple[str, str]:
     other = _OTHER_CLIENT_ERROR if error.status < 500 else _OTHER_SERVER_ERROR
     return _TYPES.get(error.status, other)
@@ -125,13 +129,16 @@ class WireProtocol:
 OPENAI = WireProtocol("/", _openai_body, _openai_body)
 RESPONSES = WireProtocol("/v1/responses", _openai_body, _responses_event)
 ANTHROPIC = WireProtocol("/v1/messages", _anthropic_body, _anthropic_body)
+OLLAMA = WireProtocol("/api/", _ollama_body, _ollama_body)
 
 
 def protocol_of(scope: Scope) -> WireProtocol:
     """The protocol of a request, by its path: requests that are refused before they are routed need
     one, too.
     """
-    found = (each for each in (RESPONSES, ANTHROPIC) if scope["path"].startswith(each.prefix))
+    found = (
+        each for each in (RESPONSES, ANTHROPIC, OLLAMA) if scope["path"].startswith(each.prefix)
+    )
     return next(found, OPENAI)
 
 

@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeAlias, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
 from pydantic_core import core_schema
@@ -46,6 +47,7 @@ class RequestContext(Generic[B]):
         request: its head.
         schema: the class of its body.
         value: its body, as parsed from JSON.
+        start: when it was received; seconds of ``time.perf_counter``.
 
     Attributes:
         principal: the user.
@@ -55,6 +57,7 @@ class RequestContext(Generic[B]):
     request: Request
     schema: type[B]
     value: Any = None
+    start: float = field(default_factory=time.perf_counter)
 
     @property
     def service(self) -> Service:
@@ -124,22 +127,25 @@ class RequestContext(Generic[B]):
         generations = renderer.generations
         if renderer.body.stream:
             answers = await self.service.start_all(generations, renderer.request_id)
-            return EventStream(renderer.events(*answers), *answers)
+            return renderer.stream_class(renderer.events(*answers), *answers)
         outputs = await self.service.whole(generations, renderer.request_id)
         return JSONResponse(renderer.whole(*outputs))
 
 
 class Renderer(ABC, Generic[A]):
-    """Renders the answers to a request as one object or as server-sent events.
+    """Renders the answers to a request as one object or as a stream of events.
 
     Args:
         generations: what is answered.
 
     Attributes:
+        stream_class: the response that a stream is sent in.
         request_id: the id in the answer.
         model: the name of the model in the answer.
         states: the answers so far.
     """
+
+    stream_class: ClassVar[type[EventStream]] = EventStream
 
     def __init__(self, context: RequestContext[Any], body: A, *generations: Generation):
         self.context, self.body, self.generations = context, body, generations
