@@ -12,13 +12,12 @@ from typing import Any, NoReturn
 from mlx_lm.utils import get_total_parameters
 from starlette.responses import JSONResponse, Response
 
-from mlx_paged.answers.dialect import Dialect
-from mlx_paged.answers.template_traits import TemplateTraits
 from mlx_paged.models.kv_cache import num_tokens_held, weight_nbytes
 from mlx_paged.models.language_model import model_type_of
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fields import ModelFields
+from mlx_paged.server.ollama.body import OPTIONS, capabilities_of
 from mlx_paged.server.prompt_threads import Work
 from mlx_paged.server.routes import RequestContext
 from mlx_paged.server.schemas import Body, Repeated
@@ -28,19 +27,6 @@ VERSION = "0.24.0"
 """The version of Ollama whose API this is. Clients refuse older ones than they need, such as
 Copilot, which needs 0.6.4.
 """
-
-OPTIONS = {
-    "num_predict": "max_tokens",
-    "repeat_penalty": "repetition_penalty",
-    **{
-        name: name
-        for name in (
-            "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty",
-            "seed", "stop",
-        )
-    },
-}  # fmt: skip
-"""The sampling parameters by the names that they have among the options of a request."""
 
 _FOREVER = "2300-01-01T00:00:00Z"  # when a model expires that stays loaded
 _ONLY_ITS_OWN = "this server runs only the model that it was started with; "
@@ -109,15 +95,6 @@ async def refuse(context: RequestContext[Body]) -> NoReturn:
 def timestamp(seconds: float) -> str:
     """A time in seconds since the epoch, as text."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
-
-
-def capabilities_of(service: Service) -> list[str]:
-    """What the model can do, in Ollama's words."""
-    tokenizer = service.tokenizer
-    dialect = Dialect.of(tokenizer)
-    calls_tools = dialect.calls is not None and TemplateTraits.of(tokenizer).shows_tools
-    others = {"tools": calls_tools, "thinking": dialect.reasoning is not None}
-    return ["completion", *(name for name, can in others.items() if can)]
 
 
 def _entries(service: Service) -> list[dict[str, Any]]:
