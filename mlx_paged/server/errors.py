@@ -12,18 +12,19 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mlx_paged.answers.chat_template import ChatTemplateError
-from mlx_paged.engine.sampling.sampling_state import StructuredOutputError
-from mlx_paged.engine.thread import EngineStoppedError
 from mlx_paged.errors import (
     ArgumentError,
     CacheFullError,
+    ChatTemplateError,
+    EngineStoppedError,
     PromptTooLongError,
     RequestError,
+    StructuredOutputError,
     one_line,
     type_and_place,
     without_room,
@@ -100,6 +101,16 @@ def _types_of(error: ApiError) -> tuple[str, str]:
     return _TYPES.get(error.status, other)
 
 
+def not_stored() -> ApiError:
+    """The error for a response that is asked for by its id."""
+    return ApiError(
+        404,
+        "responses are not stored here and can't be retrieved; send the whole conversation",
+        param="response_id",
+        code="response_not_found",
+    )
+
+
 @dataclass(frozen=True)
 class WireProtocol:
     """The form of errors in an API.
@@ -135,6 +146,18 @@ def error_response(error: ApiError, scope: Scope) -> Response:
     """The error as a response."""
     body = protocol_of(scope).body(error, scope.get("state", {}).get("request_id"))
     return JSONResponse(body, status_code=error.status, headers=error.headers)
+
+
+async def failed(request: Request, error: Exception) -> Response:
+    """The response to a request whose handling raised an error."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_LEFT)
+    if isinstance(error, HTTPException):
+        text = f"{request.method} {request.url.path}: {error.detail}"
+        error = ApiError(error.status_code, text, headers=error.headers)
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, FAILED)
+    return error_response(error, request.scope)
 
 
 class Guard(ABC):

@@ -18,11 +18,10 @@ from starlette.routing import Route
 
 import mlx_paged
 from mlx_paged.engine.options import RequestOptions
-from mlx_paged.errors import shown
 from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import RequestOutput
 from mlx_paged.server.chat_jobs import ChatJob, prepare
-from mlx_paged.server.errors import ApiError, until_disconnect
+from mlx_paged.server.errors import until_disconnect
 from mlx_paged.server.fields import RequestFields
 from mlx_paged.server.generations import Answer, AnswerState, Generation
 from mlx_paged.server.http.access import Principal
@@ -200,12 +199,6 @@ class ApiRoute(Route):
         return await until_disconnect(request.receive, self._answer(context))
 
     async def _answer(self, context: RequestContext[Any]) -> Response:
-        encoding = context.request.headers.get("content-encoding", "identity").strip().lower()
-        if encoding not in ("", "identity"):
-            what = (
-                f"the content encoding {shown(encoding)} is not supported; send the body unencoded"
-            )
-            raise ApiError(415, what, headers={"Accept-Encoding": "identity"})
         body = await context.request.body()
         if len(body) <= _SMALL_BODY:
             value = parse_json(body)

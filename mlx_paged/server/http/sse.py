@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
@@ -19,7 +19,9 @@ from mlx_paged.server.errors import (
     protocol_of,
     until_disconnect,
 )
-from mlx_paged.server.generations import Answer
+
+if TYPE_CHECKING:
+    from mlx_paged.server.generations import Answer
 
 logger = logging.getLogger("mlx_paged.server")
 
@@ -27,7 +29,7 @@ DONE = b"data: [DONE]\n\n"
 # Events contain no circular references.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":"))
 
-_HEADERS = {
+HEADERS = {
     "Cache-Control": "no-cache",
     # Otherwise nginx buffers events.
     "X-Accel-Buffering": "no",
@@ -70,7 +72,7 @@ class EventStream(StreamingResponse):
     max_pause = 10.0
 
     def __init__(self, events: AsyncGenerator[bytes, None], *sources: Answer):
-        super().__init__(events, headers=_HEADERS)
+        super().__init__(events, headers=HEADERS)
         self._events = events
         self._sources = sources
 
