@@ -257,7 +257,7 @@ IMAGE = {**USER[0], "images": ["aGk="]}
         ("/api/show", {"model": "other"}, 404, "there is no model 'other'"),
         ("/api/nothing", {}, 404, "Not Found"),
         *(
-            (f"/api/{name}", {"model": "demo"}, 501, "this server")
+            (f"/api/{name}", {"model": "demo"}, 501, f"{name} is not supported; ")
             for name in ollama.models.REFUSED
         ),
     ],

@@ -29,13 +29,12 @@ Copilot, which needs 0.6.4.
 """
 
 _FOREVER = "2300-01-01T00:00:00Z"  # when a model expires that stays loaded
-_ONLY_ITS_OWN = "this server runs only the model that it was started with; "
 _INSTEAD = {
-    "pull": f"{_ONLY_ITS_OWN}start one with mlx-paged serve NAME, which downloads what is missing",
-    "push": f"{_ONLY_ITS_OWN}upload a model with hf upload",
-    "create": f"{_ONLY_ITS_OWN}convert a model with mlx_lm.convert, and serve its folder",
-    "copy": f"{_ONLY_ITS_OWN}--served-model-name gives it further names",
-    "delete": f"{_ONLY_ITS_OWN}hf cache rm removes what was downloaded",
+    "pull": "run mlx-paged pull NAME, and start a server with it",
+    "push": "run hf upload",
+    "create": "run mlx_lm.convert, and start a server with its folder",
+    "copy": "start the server with --served-model-name, which gives a model further names",
+    "delete": "run mlx-paged rm NAME",
     **dict.fromkeys(("embed", "embeddings"), "this server computes no embeddings"),
 }
 REFUSED = [name for name in _INSTEAD if name != "delete"]
@@ -89,7 +88,7 @@ async def show(context: RequestContext[ShowRequest]) -> Response:
 async def refuse(context: RequestContext[Body]) -> NoReturn:
     """Refused: the error says what to use instead."""
     name = context.request.url.path.rpartition("/")[2]
-    raise ApiError(501, _INSTEAD[name])
+    raise ApiError(501, f"{name} is not supported; {_INSTEAD[name]}")
 
 
 def timestamp(seconds: float) -> str:
