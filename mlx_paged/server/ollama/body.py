@@ -17,6 +17,7 @@ from mlx_paged.answers.template_traits import TemplateTraits
 from mlx_paged.errors import shown
 from mlx_paged.options.sampling_declarations import StructuredOutputsParams
 from mlx_paged.server.chat_jobs import ChatJob, prepare
+from mlx_paged.server.conversations import OtherPart
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fields import (
     RequestedFormat,
@@ -42,7 +43,6 @@ _Whole = Annotated[
     ),
 ]
 _TEXT_ONLY = "models are text-only here"
-_LEFT_OUT = "\n[images are left out: this model reads text only]"
 
 # How a model is loaded, which the server's flags say, and what shortens a conversation that is too
 # long, which is refused here.
@@ -188,8 +188,10 @@ class OllamaMessage(Repeated):
             "tool_call_id": self.tool_call_id,
         }
         given = {name: value for name, value in others.items() if value is not None}
-        content = self.content + (_LEFT_OUT if self.images else "")
-        return {"role": self.role, "content": content, **given}
+        texts = [self.content]
+        if self.images:
+            texts.append(OtherPart(type="image").as_text("", is_last=False))
+        return {"role": self.role, "content": "\n".join(filter(None, texts)), **given}
 
 
 class OllamaChatRequest(OllamaFields):
