@@ -400,7 +400,7 @@ def check_draft_model(draft_model: object, model: LanguageModel, kv: str) -> Lan
         )
     elif isinstance(draft_model, Head) and not draft_model.is_of(model):
         problem = "is a head of another model; load it for this one"
-    elif isinstance(draft_model, Head) and not model.gives_hidden_rows:
+    elif isinstance(draft_model, Head) and not model.hidden_row_size:
         problem = (
             f"can't be a head of this {model_type_of(model)}, {model.description}: it gives no "
             "hidden rows; leave draft_model out"
