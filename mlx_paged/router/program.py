@@ -11,14 +11,16 @@ import sys
 import tempfile
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mlx_paged.cli.program import Parser, run_program
 from mlx_paged.cli.streams import say, warnings_as_lines
 from mlx_paged.errors import STUCK_STATUS, ArgumentError, one_line, shown, system_reason
+from mlx_paged.options.config import KEEP_ALIVE, NBYTES
 from mlx_paged.server import program as server
 from mlx_paged.server.settings import KeyFile, in_words
 
@@ -26,7 +28,7 @@ FLAGS = server.FLAGS | {name: f"--{name.replace('_', '-')}" for name in ("models
 # What the router does for all models, so that no section of a model may set it.
 _FOR_ALL = {
     *("host", "port", "allow_unauthenticated", "allowed_host", "cors_origin", "share_cache"),
-    *("api_key", "api_key_file", "models_dir", "config"),
+    *("api_key", "api_key_file", "models_dir", "config", "memory_limit"),
 }
 _MAX_FOLDER = 90  # bytes; macOS allows a socket's path 104, with the zero at its end
 
@@ -47,6 +49,21 @@ def setup_arg_parser(prog: str | None = None) -> Parser:
     )
     several.add_argument(
         "--models-dir", metavar="DIR", help="serve every model in the folders of this folder"
+    )
+    several.add_argument(
+        "--memory-limit",
+        type=NBYTES.read_flag,
+        metavar="BYTES",
+        help="memory for all models together (65536, 512M, 96G; default: what Metal recommends, or "
+        "all memory)",
+    )
+    several.add_argument(
+        "--keep-alive",
+        type=KEEP_ALIVE.read_flag,
+        default="-1",
+        metavar="T",
+        help="how long a model stays in memory after a request if no other needs its room: "
+        f"{KEEP_ALIVE.what} (default: -1)",
     )
     several.add_argument(
         "--config",
@@ -188,6 +205,7 @@ def _serve(args: argparse.Namespace, models: Mapping[str, Mapping[str, Any]]) ->
     """Serve models until a signal arrives; returns the exit status."""
     from mlx_paged.router.app import RouterApp
     from mlx_paged.router.model_process import ModelProcess
+    from mlx_paged.router.residency import Residency, Resident, measure
     from mlx_paged.router.router import Router
     from mlx_paged.server.http.http_server import (
         HttpServer,
@@ -208,11 +226,16 @@ def _serve(args: argparse.Namespace, models: Mapping[str, Mapping[str, Any]]) ->
         key_file = None
         if args.api_key_file is not None:
             key_file = KeyFile(args.api_key, args.api_key_file, settings.api_keys, names)
-        processes = [
-            ModelProcess(name, flags, folder / str(number))
+        residents = [
+            Resident(
+                ModelProcess(name, flags, folder / str(number)),
+                partial(measure, flags),
+                KEEP_ALIVE.check("server", "keep_alive", flags["keep_alive"]),
+                flags["pin"],
+            )
             for number, (name, flags) in enumerate(models.items())
         ]
-        router = Router(processes)
+        router = Router(Residency(residents, *_budget(args.memory_limit)))
         is_open = is_loopback(sockets)
         app = RouterApp(router, settings, is_open, key_file, server.max_connections())
 
@@ -228,6 +251,17 @@ def _serve(args: argparse.Namespace, models: Mapping[str, Mapping[str, Any]]) ->
     finally:
         close_all(sockets)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _budget(limit: int | None) -> tuple[int, Callable[[int, int], int]]:
+    """The bytes for all models, and what of them K/V may take beside weights and activations."""
+    from mlx_paged.models.memory import kv_share, memory_size, recommended_memory
+
+    recommended = recommended_memory()
+    budget = limit or recommended or memory_size()
+    return budget, lambda weights, activations: kv_share(
+        weights, activations, budget if recommended else 0, budget
+    )
 
 
 def _folder_for_sockets() -> Path:
