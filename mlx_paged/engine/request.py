@@ -380,7 +380,7 @@ class Completion:
         if whole.time_to_first_token is None:
             request.begin_output()
         seconds = time.perf_counter() - request.arrival_time
-        whole.decode_time = seconds - whole.time_to_first_token
+        whole.decode_time = seconds - (whole.time_to_first_token or 0.0)
         output.token_ids.append(sampled.token_id)
         if sampled.logprobs is not None:
             output.logprobs = output.logprobs or []
