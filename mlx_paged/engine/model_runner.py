@@ -133,7 +133,7 @@ class ModelRunner:
         with self.matmul.running():
             return self._launch(batch, awaited)
 
-    def _launch(self, batch: Batch, awaited: SampledTokens) -> mx.array:
+    def _launch(self, batch: Batch, awaited: SampledTokens) -> tuple[mx.array, list[PooledRow]]:
         cache, draft_model = self.cache, self.draft_model
         scheduled, groups = batch.scheduled, self._manager.groups
         counts = [part.num_new_tokens for part in scheduled]
