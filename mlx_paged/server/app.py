@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from mlx_paged.server import anthropic, openai, responses
+from mlx_paged.server import anthropic, openai, pooling, responses
 from mlx_paged.server.errors import CLIENT_LEFT, FAILED, ApiError, error_response
 from mlx_paged.server.http.access import Access, OriginGuard
 from mlx_paged.server.http.http_server import MAX_CONNECTIONS, Gate
@@ -37,6 +37,7 @@ ROUTES = [
     *openai.ROUTES,
     *anthropic.ROUTES,
     *responses.ROUTES,
+    *pooling.ROUTES,
     ApiRoute("/openapi.json", openapi),
 ]
 
