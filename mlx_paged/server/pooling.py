@@ -47,10 +47,9 @@ class PoolingFields(ModelFields):
     cache_salt: Filled | None = None
     user: Any = None  # Without effect, as in chat.
 
-    def generation(self, token_ids: list[int], pooling: PoolingParams) -> Generation:
-        """What is asked of the engine for a prompt."""
-        options: RequestOptions = {"priority": self.priority, "cache_salt": self.cache_salt}
-        return Generation(token_ids, NO_SAMPLING, options, pooling=pooling)
+    def options(self) -> RequestOptions:
+        """The corresponding options of a request to the engine."""
+        return {"priority": self.priority, "cache_salt": self.cache_salt}
 
 
 class EmbeddingRequest(PoolingFields):
@@ -101,7 +100,12 @@ async def embeddings(context: RequestContext[EmbeddingRequest]) -> Response:
         body = context.read_body()
         body.model_name(context.service)
         return body, read_inputs(
-            work, context, body, body.inputs, body.dimensions, body.prompt_name
+            work,
+            context,
+            body.inputs,
+            dimensions=body.dimensions,
+            prompt_name=body.prompt_name,
+            options=body.options(),
         )
 
     body, generations = await context.run_in_tokenizer_pool(read)
@@ -114,19 +118,24 @@ async def embeddings(context: RequestContext[EmbeddingRequest]) -> Response:
 def read_inputs(
     work: Work,
     context: RequestContext[Any],
-    body: PoolingFields,
     inputs: Sequence[str | list[int]],
+    *,
     dimensions: int | None = None,
     prompt_name: str | None = None,
     truncates: bool = False,
+    options: RequestOptions | None = None,
 ) -> list[Generation]:
-    """What is asked of the engine for each input of a request for embeddings; the embeddings are
-    what :meth:`Service.pooled` returns for it. Call it with :meth:`Service.run_in_tokenizer_pool`.
+    """What is asked of the engine for each input of a request for embeddings, which
+    :meth:`Service.pooled` then returns as ``RequestOutput.pooled``. Call it with
+    :meth:`RequestContext.run_in_tokenizer_pool`.
 
     Args:
-        inputs: texts and token ids.
+        inputs: texts and token ids, at least one.
+        dimensions: of the embeddings; ``None`` for all.
+        prompt_name: as of :meth:`Embedder.text_before`.
         truncates: cut inputs that are too long, instead of refusing them. The end token that the
             tokenizer has appended stays.
+        options: the engine's, still without the user.
 
     Raises:
         ApiError: the model was not made for embeddings, or an input is invalid; 400.
@@ -161,7 +170,16 @@ def read_inputs(
             token_ids = token_ids[: max_len - num_ends] + token_ids[len(token_ids) - num_ends :]
         encoded[name] = token_ids
     _check_lengths(service, encoded)
-    return [context.for_user(body.generation(each, pooling)) for each in encoded.values()]
+    return [_generation(context, each, pooling, options) for each in encoded.values()]
+
+
+def _generation(
+    context: RequestContext[Any],
+    token_ids: list[int],
+    pooling: PoolingParams,
+    options: RequestOptions | None,
+) -> Generation:
+    return context.for_user(Generation(token_ids, NO_SAMPLING, options or {}, pooling=pooling))
 
 
 def _check_lengths(service: Service, encoded: Mapping[str, Sequence[int]]) -> None:
@@ -304,7 +322,7 @@ def _read_pairs(
     _check_lengths(
         service, {f"{place}[{index}]": token_ids for index, (token_ids, _) in enumerate(requests)}
     )
-    return [context.for_user(body.generation(*each)) for each in requests]
+    return [_generation(context, *each, body.options()) for each in requests]
 
 
 ROUTES = [

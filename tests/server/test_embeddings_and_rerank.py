@@ -258,7 +258,7 @@ def test_inputs_are_cut_for_those_who_ask(embedder: Running):
     context = Context(None, PoolingFields)  # type: ignore[arg-type]
     text = "one two three " * 1000
     inputs = [text, [5] * 5000, "a"]
-    generations = read_inputs(Work(), context, PoolingFields(), inputs, truncates=True)
+    generations = read_inputs(Work(), context, inputs, truncates=True)
     whole = service.tokenizer.encode(text)
     assert generations[0].prompt_token_ids == [*whole[:4095], whole[-1]]
     assert generations[1].prompt_token_ids == [5] * 4096
