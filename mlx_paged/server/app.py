@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
-from mlx_paged.server import anthropic, openai, responses
+from mlx_paged.server import anthropic, openai, pooling, responses
 from mlx_paged.server.errors import ApiError, failed
 from mlx_paged.server.http.access import BehindRouter, guarded
 from mlx_paged.server.http.http_server import MAX_CONNECTIONS, Gate
@@ -38,6 +38,7 @@ ROUTES = [
     *anthropic.ROUTES,
     *responses.ROUTES,
     *OLLAMA_ROUTES,
+    *pooling.ROUTES,
     ApiRoute("/openapi.json", openapi),
 ]
 
