@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import traceback
 
+# The exit status of a process whose engine was in the middle of a step that did not end.
+STUCK_STATUS = 70
 MAX_SHOWN = 80  # characters of a value in a message
 MAX_QUOTED = 300  # characters of another error's text in a message
 # Control characters and line separators; and those that reverse the order of what follows, which
@@ -163,6 +165,26 @@ def forget_frames(error: BaseException, where: str | None = None) -> None:
                 if lines:
                     link.add_note(f"{where}:\n{''.join(lines)}")
         link = link.__cause__ or link.__context__
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine was shut down, or stopped by a failure, which is then the ``__cause__``."""
+
+
+class StructuredOutputError(ValueError):
+    """An answer can't be continued within its grammar."""
+
+
+class ChatTemplateError(ValueError):
+    """A message has a wrong form, or the template fails or rejects the messages.
+
+    Attributes:
+        argument: what can't be written, ``"messages"`` or ``"tools"``.
+    """
+
+    def __init__(self, message: str, argument: str = "messages"):
+        super().__init__(message)
+        self.argument = argument
 
 
 class CacheFullError(RuntimeError):

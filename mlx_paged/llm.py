@@ -14,14 +14,20 @@ from typing import Any, NamedTuple, Self, TypeVar, Unpack
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.answers.chat_template import NO_TEMPLATE, ChatTemplateError, encode_chat
+from mlx_paged.answers.chat_template import NO_TEMPLATE, encode_chat
 from mlx_paged.block_store.worker import SECONDS_AT_EXIT
 from mlx_paged.distributed import launched_ranks
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.input_processor import Prompt, split_prompts
 from mlx_paged.engine.stats import EngineStats
-from mlx_paged.engine.thread import EngineStoppedError, run_in_engine_thread
-from mlx_paged.errors import ArgumentError, forget_frames, shown
+from mlx_paged.engine.thread import run_in_engine_thread
+from mlx_paged.errors import (
+    ArgumentError,
+    ChatTemplateError,
+    EngineStoppedError,
+    forget_frames,
+    shown,
+)
 from mlx_paged.loading import load_draft_model, load_for
 from mlx_paged.loading.pooling import read_embedder, read_reranker, score_of
 from mlx_paged.options.argument_values import (

@@ -310,7 +310,8 @@ class RequestOutput(_Copied):
             (:meth:`raise_if_failed`), except those with ``raise_on_error=False``, and
             :meth:`Engine.step`, whose requests belong to different readers.
         time_to_first_token: seconds from the request's arrival to its first token, or to what is
-            pooled; ``None`` until there is one.
+            pooled; ``None`` until there is one. For ``queue_time`` of them it had not run yet.
+        decode_time: seconds from the first token to the latest one, of any completion.
         prompt_logprobs: for each prompt token that is computed, the log-probabilities of the most
             likely tokens at its position and its own; ``None`` for the first token. ``None`` if
             they were not requested.
@@ -326,6 +327,8 @@ class RequestOutput(_Copied):
     num_cached_tokens: int = 0
     error: Exception | None = None
     time_to_first_token: float | None = None
+    queue_time: float | None = None
+    decode_time: float = 0.0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     prefix_report: PrefixReport | None = None
     num_read_tokens: int = 0

@@ -25,11 +25,10 @@ from mlx_paged.engine.request import merge_parts
 from mlx_paged.engine.stats import EngineStats, EngineView
 from mlx_paged.engine.thread import (
     SECONDS_TO_STOP,
-    EngineStoppedError,
     ForkedError,
     StuckStepError,
 )
-from mlx_paged.errors import ArgumentError
+from mlx_paged.errors import ArgumentError, EngineStoppedError
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.options.engine_options import EngineOptions
 from mlx_paged.options.foreign_arguments import refuse_unknown

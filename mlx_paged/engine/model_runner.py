@@ -30,6 +30,7 @@ from mlx_paged.engine.scheduling.batch import (
 from mlx_paged.engine.scheduling.prefix_cache import SwapSpace
 from mlx_paged.engine.speculation.draft_model import DraftModel
 from mlx_paged.models.language_model import taking_hidden_rows
+from mlx_paged.models.matmul import Matmul
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.ops import StateStack
 
@@ -87,6 +88,7 @@ class ModelRunner:
         manager: of the block tables of the cache's sequences.
         swap_space: for the K/V of preempted requests.
         draft_model: makes the drafts of a step, if given.
+        matmul: of the linear layers of both models; MLX's by default.
 
     Attributes:
         compiled_decode: replays decodes; without it (``None``) each is built in Python.
@@ -99,6 +101,7 @@ class ModelRunner:
         manager: KVCacheManager,
         swap_space: SwapSpace | None = None,
         draft_model: DraftModel | None = None,
+        matmul: Matmul | None = None,
     ):
         self.model = check_model(model)
         self.cache = cache
@@ -106,7 +109,7 @@ class ModelRunner:
         self.compiled_decode: CompiledDecode | None = None
         if isinstance(cache, PagedKVCache) and self.model.runs_packed:
             self.compiled_decode = CompiledDecode(self.model, cache)
-        self.draft_model = draft_model
+        self.draft_model, self.matmul = draft_model, matmul or Matmul()
         # The layers of the draft model come after these.
         self._layers = slice(len(self.model.layer_specs))
         self.vocab_size = self.model.args.vocab_size
@@ -125,9 +128,13 @@ class ModelRunner:
             of embeddings; and what requests with ``PoolingParams`` are answered with. Once these
             are evaluated, or the logits if there are none, the step is computed.
         """
-        cache, draft_model = self.cache, self.draft_model
         for transfer in batch.transfers:
             self._transfer(transfer)
+        with self.matmul.running():
+            return self._launch(batch, awaited)
+
+    def _launch(self, batch: Batch, awaited: SampledTokens) -> tuple[mx.array, list[PooledRow]]:
+        cache, draft_model = self.cache, self.draft_model
         scheduled, groups = batch.scheduled, self._manager.groups
         counts = [part.num_new_tokens for part in scheduled]
         num_logit_rows = [part.num_logit_rows for part in scheduled]

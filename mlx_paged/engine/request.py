@@ -194,6 +194,7 @@ class Request:
     def begin_output(self) -> None:
         """Its first token, or what is pooled, is there."""
         self.output.time_to_first_token = time.perf_counter() - self.arrival_time
+        self.output.queue_time = self.first_scheduled_time - self.arrival_time
         self.output.num_cached_tokens = self.num_cached_tokens
         self.output.num_read_tokens = self.num_read_tokens
         self.output.prefix_report = self.prefix_report
@@ -375,9 +376,12 @@ class Completion:
 
     def add_token(self, sampled: SampledToken) -> str | None:
         """Add a token to the output; returns the stop text that it completed, if any."""
-        request, output = self.request, self.output
-        if request.output.time_to_first_token is None:
+        request, output, whole = self.request, self.output, self.request.output
+        if whole.time_to_first_token is None:
             request.begin_output()
+        else:
+            seconds = time.perf_counter() - request.arrival_time
+            whole.decode_time = seconds - whole.time_to_first_token
         output.token_ids.append(sampled.token_id)
         if sampled.logprobs is not None:
             output.logprobs = output.logprobs or []

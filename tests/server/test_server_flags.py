@@ -70,6 +70,7 @@ def test_without_flags_options_are_the_engines_own_defaults():
         "backend": "auto",
         "block_size": 16,
         "kv": "paged",
+        "matmul": "auto",
         "enable_prefix_caching": SchedulerConfig.enable_prefix_caching,
         "max_num_seqs": SchedulerConfig.max_num_seqs,
         "preallocate": False,
@@ -90,6 +91,7 @@ def test_every_flag_of_the_engine_reaches_its_option():
         "kv": ("basic", "basic"),
         "kv_cache_bytes": ("64blocks", "64blocks"),
         "kv_format": ("K:8,V:4", "K:8,V:4"),
+        "matmul": ("rows", "rows"),
         "max_model_len": ("512", 512),
         "max_num_batched_tokens": ("300", 300),
         "max_num_mixed_tokens": ("200", 200),
@@ -354,7 +356,7 @@ def test_an_interrupt_while_the_model_is_loaded_ends_quietly(loading_raises, cap
 def test_clients_call_a_model_by_the_last_part_of_its_path(tmp_path: Path):
     (tmp_path / "Qwen3-0.6B-4bit").mkdir()
     names = [
-        program._model_name(model)
+        program.name_of(model)
         for model in (None, "mlx-community/Qwen3-0.6B-4bit", f"{tmp_path}/Qwen3-0.6B-4bit/")
     ]
     assert names == ["demo", "mlx-community/Qwen3-0.6B-4bit", "Qwen3-0.6B-4bit"]
