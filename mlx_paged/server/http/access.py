@@ -138,15 +138,18 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def check_admin(principal: Principal, what: str) -> None:
-    """Raise :class:`ApiError` unless the user may load and unload ``what``."""
+def check_admin(principal: Principal, what: str, purpose: str) -> None:
+    """Raise :class:`ApiError` unless the user may change which models and adapters are loaded.
+
+    Args:
+        what, purpose: for the error, such as ``"a model"`` and ``"to load it"``.
+    """
     if not principal.is_admin:
-        raise ApiError(
-            403,
-            f"{what} are loaded and unloaded with a key that is marked admin in the key file, or "
-            "without keys from this machine",
-            code="admin_needed",
+        text = (
+            f"{what} needs a key that is marked admin {purpose}, or no keys and a client on this "
+            "machine"
         )
+        raise ApiError(403, text, code="admin_needed")
 
 
 class BehindRouter(Guard):

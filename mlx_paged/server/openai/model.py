@@ -43,7 +43,7 @@ from mlx_paged.server.service import Service
 async def models(context: RequestContext[Body]) -> Response:
     """The names that clients may use."""
     service = context.service
-    data = [_model(name, service) for name in (*service.model_names, *service.adapter_names)]
+    data = [_model(name, service) for name in service.all_names]
     return JSONResponse({"object": "list", "data": data})
 
 
@@ -88,7 +88,7 @@ class UnloadAdapterRequest(Body):
 
 async def load_adapter(context: RequestContext[LoadAdapterRequest]) -> Response:
     """Load a LoRA adapter from a folder below ``--adapters-dir``."""
-    check_admin(context.principal, "adapters")
+    check_admin(context.principal, "an adapter", "to load or unload it")
     service, body = context.service, context.read_body()
     name = body.lora_name
     folder = _adapter_folder(service.settings.adapters_dir, body.lora_path)
@@ -106,7 +106,7 @@ async def load_adapter(context: RequestContext[LoadAdapterRequest]) -> Response:
 
 async def unload_adapter(context: RequestContext[UnloadAdapterRequest]) -> Response:
     """Unload a LoRA adapter; requests that use it continue."""
-    check_admin(context.principal, "adapters")
+    check_admin(context.principal, "an adapter", "to load or unload it")
     name = context.read_body().lora_name
     try:
         context.service.engine.unload_adapter(name)
