@@ -48,7 +48,7 @@ class ModelProcess:
             104 bytes, the limit of macOS.
 
     Attributes:
-        names: the name, and aliases.
+        names: the name, aliases, and those of its adapters.
         max_model_len: the most tokens of a prompt and its answer; ``None`` if there is no limit, or
             the model was never loaded.
         description: what lists say of the model; ``None`` if it was never loaded.
@@ -60,7 +60,8 @@ class ModelProcess:
 
     def __init__(self, name: str, flags: Mapping[str, Any], path: Path):
         self.name = name
-        self.names = tuple(flags["served_model_name"])
+        adapters = [adapter for adapter, _ in flags.get("adapters", ())]
+        self.names = (*flags["served_model_name"], *adapters)
         self.flags = flags
         self.max_model_len: int | None = None
         self.description: dict[str, Any] | None = None

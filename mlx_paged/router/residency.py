@@ -27,6 +27,7 @@ from mlx_paged.errors import one_line, shown, without_room
 from mlx_paged.models.memory import MIN_KV_CACHE_BYTES, format_nbytes
 from mlx_paged.options.config import DEFAULT_BLOCK_SIZE, KVBudget
 from mlx_paged.server.errors import ApiError
+from mlx_paged.server.program import max_adapters_of
 
 if TYPE_CHECKING:
     from mlx_paged.router.model_process import ModelProcess
@@ -516,7 +517,13 @@ async def measure(flags: Mapping[str, Any]) -> Need:
         ApiError: there is no such model, or it can't run here.
     """
     words = ["fit", flags.get("model") or "demo", "--json"]
-    for flag, name in (("--draft-model", "draft_model"), ("--kv-bits", "kv_format")):
+    flags = {**flags, "max_adapters": max_adapters_of(flags)}
+    for flag, name in (
+        ("--draft-model", "draft_model"),
+        ("--kv-bits", "kv_format"),
+        ("--max-adapters", "max_adapters"),
+        ("--max-adapter-rank", "max_adapter_rank"),
+    ):
         if flags.get(name) is not None:
             words += [flag, str(flags[name])]
     process = await asyncio.create_subprocess_exec(
