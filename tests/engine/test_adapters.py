@@ -129,7 +129,7 @@ def test_eight_adapters_in_one_batch_answer_as_each_does_alone_in_mlx_lm(kind: s
         folders[name] = write_adapter(
             tmp_path / name, theirs, chosen, rank=number, scale=0.5 + number / 4, seed=number
         )
-    engine = make_engine(ours, adapters=folders, enable_prefix_caching=False)
+    engine = make_engine(ours, adapters=folders)
     rows: dict[str, np.ndarray] = {}
     engine.read_rows(
         lambda completion, number, row: rows.setdefault(completion.request_id, np.array(row))
@@ -143,6 +143,8 @@ def test_eight_adapters_in_one_batch_answer_as_each_does_alone_in_mlx_lm(kind: s
         np.testing.assert_allclose(
             rows[request_id], logits, rtol=0, atol=2e-5 * np.abs(logits).max()
         )
+    assert tokens_of(engine, asked) == answers  # with cached prefixes
+    assert engine.stats().num_cached_prompt_tokens >= 16 * (len(names) - 2)
     assert_nothing_held(engine)
 
 
