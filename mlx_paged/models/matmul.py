@@ -176,7 +176,7 @@ class MatmulStats:
         if not others:
             return "matmul: MLX's"
         parts = [f"for {rows} rows, in {count} layers" for rows, count in others.items()]
-        stay = {"not faster": self.num_modules.get("none", 0), **self.kept}
+        stay = {"not chosen": self.num_modules.get("none", 0), **self.kept}
         said = ", ".join(f"{count} ({reason})" for reason, count in stay.items() if count)
         return f"matmul: rows {', '.join(parts)}{f'; MLX in {said}' * bool(said)}"
 
