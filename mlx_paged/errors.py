@@ -213,23 +213,31 @@ def prompt_too_long(
 
 
 def prompt_beyond_context(
-    num_tokens: int | str, max_model_len: int, context_length: int | None
+    num_tokens: int | str,
+    max_model_len: int,
+    context_length: int | None,
+    has_answer: bool = True,
 ) -> PromptTooLongError:
     """The error for a prompt that is as long as ``max_model_len`` or longer.
 
     Args:
         num_tokens: of the prompt; a text such as ``"more than 5120"`` if they were not all counted.
         context_length: the maximum of ``max_model_len``, if there is one.
+        has_answer: whether tokens are generated after it.
     """
     way_out = "shorten the prompt or raise max_model_len"
     if context_length is not None:
         way_out += f", which may be {context_length}"
         if max_model_len >= context_length:
             way_out = "the model was made for no more; shorten the prompt"
+    words = (
+        f"leaves no room for an answer: prompt and answer have at most {max_model_len} tokens "
+        "together"
+    )
+    if not has_answer:
+        words = f"is too long: it may have at most {max_model_len}"
     return PromptTooLongError(
-        f"[context] a prompt of {num_tokens} tokens leaves no room for an answer: prompt and "
-        f"answer have at most {max_model_len} tokens together; {way_out}",
-        "max_model_len",
+        f"[context] a prompt of {num_tokens} tokens {words}; {way_out}", "max_model_len"
     )
 
 
