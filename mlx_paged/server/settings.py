@@ -185,6 +185,16 @@ class ServerSettings:
             _SECONDS_OR_NEVER,
         ),
     ] = 120.0
+    adapters_dir: Annotated[
+        str | None,
+        _setting(
+            "folder below which an administrator may load LoRA adapters while the server runs "
+            "(/v1/load_lora_adapter); --max-adapters is then 8 by default, or the number of "
+            "adapters if there are more",
+            replace(ANY_TEXT, metavar="FOLDER"),
+            default_text="none",
+        ),
+    ] = None
     no_idle_prefill: Annotated[
         bool,
         _setting(
