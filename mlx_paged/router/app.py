@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -27,8 +29,9 @@ from mlx_paged.server.http.access import ANONYMOUS, SAFE_METHODS, Principal, gua
 from mlx_paged.server.http.http_server import MAX_CONNECTIONS, Gate
 from mlx_paged.server.http.limits import Limits
 from mlx_paged.server.http.logs import RequestLog
+from mlx_paged.server.program import ANY_NAME
 from mlx_paged.server.schemas import read_part, wrong
-from mlx_paged.server.settings import KeyFile, ServerSettings
+from mlx_paged.server.settings import OLLAMA_VERSION, KeyFile, ServerSettings
 
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 _OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -81,6 +84,7 @@ class RouterApp(RequestLog):
     ):
         self._router = router
         self._is_loopback = is_loopback
+        self._tags: dict[str, dict[str, Any]] = {}
         inner = Starlette(
             routes=[
                 Route("/", self.page),
@@ -101,6 +105,9 @@ class RouterApp(RequestLog):
                         ("/{name:path}", self.model, "GET"),
                     )
                 ),
+                Route("/api/version", self.ollama_version),
+                Route("/api/tags", self.tags),
+                Route("/api/ps", self.loaded),
                 Route("/model/{path:path}", self.of_model, methods=_METHODS),
                 Route("/v1/responses/{path:path}", self.stored_response, methods=_METHODS),
                 Route("/{path:path}", self.forward, methods=_METHODS),
@@ -156,6 +163,43 @@ class RouterApp(RequestLog):
         model.is_pinned = False
         await until_disconnect(request.receive, self._router.residency.unload(model.name))
         return JSONResponse({"success": True, **self._card(model)})
+
+    async def ollama_version(self, request: Request) -> Response:
+        """The version of Ollama whose API this is."""
+        return JSONResponse({"version": OLLAMA_VERSION})
+
+    async def tags(self, request: Request) -> Response:
+        """The models, in Ollama's form, without details of those that were never loaded."""
+        for text in await self._ask_loaded(request, "/api/tags"):
+            self._tags |= {each["name"]: each for each in json.loads(text)["models"]}
+        allowed = self._router.allowed(request.state.principal)
+        names = [
+            name if ":" in name.rpartition("/")[2] else f"{name}:latest"
+            for model in allowed
+            for name in model.process.names
+            if name != ANY_NAME
+        ]
+        unknown = {"modified_at": _timestamp(self._router.created), "size": 0, "digest": ""}
+        return JSONResponse(
+            {
+                "models": [
+                    self._tags.get(name, {"name": name, "model": name, **unknown, "details": {}})
+                    for name in names
+                ]
+            }
+        )
+
+    async def loaded(self, request: Request) -> Response:
+        """The loaded models, in Ollama's form, with their memory and when they are put away."""
+        found = []
+        for text in await self._ask_loaded(request, "/api/ps"):
+            for each in json.loads(text)["models"]:
+                model = self._router.find(each["name"], request.state.principal)
+                seconds = self._router.residency.view(model)["seconds_left"]
+                if seconds is not None:
+                    each["expires_at"] = _timestamp(time.time() + seconds)
+                found.append(each)
+        return JSONResponse({"models": found})
 
     async def metrics(self, request: Request) -> Response:
         """The metrics of all models that are loaded, for Prometheus."""
@@ -271,6 +315,10 @@ class RouterApp(RequestLog):
             *(each.ask(target, *headers) for each in loaded), return_exceptions=True
         )
         return [body.decode() for body in found if isinstance(body, bytes)]
+
+
+def _timestamp(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def merge_metrics(texts: Iterable[str]) -> str:

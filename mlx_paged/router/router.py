@@ -27,6 +27,7 @@ from mlx_paged.server.errors import (
 from mlx_paged.server.http.access import ROUTER_PREFIX, SAFE_METHODS, Principal
 from mlx_paged.server.http.sse import HEADERS, event
 from mlx_paged.server.program import ANY_NAME
+from mlx_paged.server.settings import same_names
 
 logger = logging.getLogger("mlx_paged.server")
 
@@ -89,12 +90,12 @@ class Router:
             ApiError: there is none.
         """
         allowed = self.allowed(principal)
-        for each in (name, ANY_NAME):
+        for names in (same_names(name or ""), {ANY_NAME}):
             for model in allowed:
-                if each is None or each in model.process.names:
+                if name is None or not names.isdisjoint(model.process.names):
                     return model
-        names = ", ".join(shown(model.name) for model in allowed)
-        text = f"there is no model {shown(name)}; this server has {names}"
+        known = ", ".join(shown(model.name) for model in allowed)
+        text = f"there is no model {shown(name)}; this server has {known}"
         raise ApiError(404, text, param="model", code="model_not_found")
 
     @asynccontextmanager

@@ -29,9 +29,9 @@ from mlx_paged.server.errors import ApiError, api_error
 from mlx_paged.server.generations import Generation
 from mlx_paged.server.schemas import ONE_OR_MORE, Body, Filled, OneOf, refused, short
 from mlx_paged.server.service import Service
+from mlx_paged.server.settings import same_names
 
 _MAX_NAME_LEN = 256  # of a model; each event of a stream contains it
-_LATEST = ":latest"
 
 MAX_COMPLETIONS = 128  # per prompt, as in OpenAI's API
 MAX_STOPS = 64  # each new piece of text is searched for all of them
@@ -54,12 +54,9 @@ class ModelFields(Body):
 
 
 def check_model_name(name: str, service: Service) -> None:
-    """Raise unless the server has a model of this name. ``name:latest``, which Ollama's clients
-    send to all protocols, is the same as ``name``.
-    """
+    """Raise unless the server has a model of this name."""
     is_taken = service.takes_any_name and len(name) <= _MAX_NAME_LEN
-    same = {name, name.removesuffix(_LATEST), f"{name}{_LATEST}"}
-    if same.isdisjoint(service.model_names) and not is_taken:
+    if same_names(name).isdisjoint(service.model_names) and not is_taken:
         names = ", ".join(map(shown, service.model_names))
         text = f"there is no model {shown(name)}; this server has {names}"
         raise ApiError(404, text, param="model", code="model_not_found")

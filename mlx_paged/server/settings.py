@@ -29,6 +29,11 @@ from mlx_paged.options.argument_values import (
 )
 from mlx_paged.options.config import NBYTES
 
+OLLAMA_VERSION = "0.24.0"
+"""The version of Ollama whose API is served. Clients refuse older ones than they need, such as
+Copilot, which needs 0.6.4.
+"""
+
 logger = logging.getLogger("mlx_paged.server")
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 _KEY = re.compile(r"[!-~]{1,512}")  # printable ASCII without spaces, as headers can contain it
@@ -195,6 +200,14 @@ class ServerSettings:
         bool, _setting("log for each prompt where its cache hit ended, and why")
     ] = False
     log_level: Annotated[str, _setting("the lowest level to log on stderr", _LOG_LEVEL)] = "info"
+
+
+def same_names(model: str) -> set[str]:
+    """The names of the same model: ``NAME:latest``, which Ollama's clients send to all protocols,
+    is ``NAME``.
+    """
+    latest = ":latest"
+    return {model, model.removesuffix(latest), f"{model}{latest}"}
 
 
 def num_users(keys: Iterable[ApiKey]) -> int:

@@ -23,11 +23,7 @@ from mlx_paged.server.prompt_threads import Work
 from mlx_paged.server.routes import RequestContext
 from mlx_paged.server.schemas import Body, Repeated
 from mlx_paged.server.service import Service
-
-VERSION = "0.24.0"
-"""The version of Ollama whose API this is. Clients refuse older ones than they need, such as
-Copilot, which needs 0.6.4.
-"""
+from mlx_paged.server.settings import OLLAMA_VERSION
 
 OPTIONS = {
     "num_predict": "max_tokens",
@@ -67,7 +63,7 @@ class ShowRequest(Repeated, ModelFields):
 
 async def version(context: RequestContext[Body]) -> Response:
     """The version of Ollama whose API this is."""
-    return JSONResponse({"version": VERSION})
+    return JSONResponse({"version": OLLAMA_VERSION})
 
 
 async def tags(context: RequestContext[Body]) -> Response:
