@@ -51,6 +51,7 @@ class ModelProcess:
         names: the name, and aliases.
         max_model_len: the most tokens of a prompt and its answer; ``None`` if there is no limit, or
             the model was never loaded.
+        description: what lists say of the model; ``None`` if it was never loaded.
         state: ``"failed"`` if the process ended by itself or could not load the model; like
             ``"unloaded"``, it can be started.
         num_requests: the requests that are being answered.
@@ -62,6 +63,7 @@ class ModelProcess:
         self.names = tuple(flags["served_model_name"])
         self.flags = flags
         self.max_model_len: int | None = None
+        self.description: dict[str, Any] | None = None
         self.state: State = "unloaded"
         self.num_requests = 0
         self.loading_since = 0.0
@@ -230,6 +232,7 @@ class ModelProcess:
             await asyncio.wait({ending, asking}, return_when=asyncio.FIRST_COMPLETED)
             if asking.done() and asking.exception() is None:
                 self.max_model_len = json.loads(asking.result())["max_model_len"]
+                self.description = json.loads(await self.ask("/router/description"))
                 return True
             await self._kill()
             return False

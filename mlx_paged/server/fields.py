@@ -25,11 +25,10 @@ from mlx_paged.options.sampling_declarations import (
     StructuredOutputsParams,
 )
 from mlx_paged.options.sampling_params import SamplingParams
-from mlx_paged.server.errors import ApiError, api_error
+from mlx_paged.server.errors import ApiError, api_error, same_names, unknown_model
 from mlx_paged.server.generations import Generation
 from mlx_paged.server.schemas import ONE_OR_MORE, Body, Filled, OneOf, refused, short
 from mlx_paged.server.service import Service
-from mlx_paged.server.settings import same_names
 
 _MAX_NAME_LEN = 256  # of a model; each event of a stream contains it
 
@@ -57,9 +56,7 @@ def check_model_name(name: str, service: Service) -> None:
     """Raise unless the server has a model of this name."""
     is_taken = service.takes_any_name and len(name) <= _MAX_NAME_LEN
     if same_names(name).isdisjoint(service.model_names) and not is_taken:
-        names = ", ".join(map(shown, service.model_names))
-        text = f"there is no model {shown(name)}; this server has {names}"
-        raise ApiError(404, text, param="model", code="model_not_found")
+        raise unknown_model(name, service.model_names)
 
 
 class RequestFields(ModelFields):

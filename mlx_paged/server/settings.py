@@ -28,11 +28,7 @@ from mlx_paged.options.argument_values import (
     whole,
 )
 from mlx_paged.options.config import NBYTES
-
-OLLAMA_VERSION = "0.24.0"
-"""The version of Ollama whose API is served. Clients refuse older ones than they need, such as
-Copilot, which needs 0.6.4.
-"""
+from mlx_paged.options.sampling_params import TASK, Task
 
 logger = logging.getLogger("mlx_paged.server")
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
@@ -163,6 +159,14 @@ class ServerSettings:
         bool,
         _setting("let /v1/cache?text=true show excerpts of prompts to the users who sent them"),
     ] = False
+    task: Annotated[
+        Task | None,
+        _setting(
+            "what a model is for whose files don't say so: embed for embeddings by any decoder, "
+            "score for a Qwen3-Reranker under another name",
+            TASK,
+        ),
+    ] = None
     max_queue_len: Annotated[
         int, _setting("sequences that may wait; further requests are answered with 503", AT_LEAST_0)
     ] = 256
@@ -200,14 +204,6 @@ class ServerSettings:
         bool, _setting("log for each prompt where its cache hit ended, and why")
     ] = False
     log_level: Annotated[str, _setting("the lowest level to log on stderr", _LOG_LEVEL)] = "info"
-
-
-def same_names(model: str) -> set[str]:
-    """The names of the same model: ``NAME:latest``, which Ollama's clients send to all protocols,
-    is ``NAME``.
-    """
-    latest = ":latest"
-    return {model, model.removesuffix(latest), f"{model}{latest}"}
 
 
 def num_users(keys: Iterable[ApiKey]) -> int:
