@@ -24,6 +24,7 @@ LONG = {
 CONFIG = """
 kv-cache-bytes = "500blocks"
 drain-seconds = 20
+cache-dir = "none"
 {top}
 
 [models.one]
