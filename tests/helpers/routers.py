@@ -25,6 +25,7 @@ CONFIG = """
 kv-cache-bytes = "500blocks"
 cache-dir = "none"
 drain-seconds = 20
+cache-dir = "none"
 {top}
 
 [models.one]

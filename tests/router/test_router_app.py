@@ -40,7 +40,8 @@ class ToldProcess:
 
     def __init__(self, *names: str):
         self.name, self.names = names[0], names
-        self.state, self.num_requests, self.max_model_len = "unloaded", 0, None
+        self.state, self.num_requests = "unloaded", 0
+        self.max_model_len = self.description = None
         self.answer = Answer(200, "application/json", b'{"id": 1}')
         self.may_load = asyncio.Event()
         self.may_load.set()
@@ -62,7 +63,7 @@ class ToldProcess:
         return 0
 
     async def ask(self, target: str, *headers: Any) -> bytes:
-        return b'{"models": []}'
+        return b""
 
     @asynccontextmanager
     async def send(self, method: str, target: bytes, headers: Any, body: bytes) -> Any:
