@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import time
 from collections.abc import Iterable
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -20,6 +22,7 @@ from starlette.routing import Route
 import mlx_paged
 from mlx_paged.errors import shown
 from mlx_paged.options.config import KEEP_ALIVE
+from mlx_paged.router.model_process import ModelProcess
 from mlx_paged.router.residency import Resident
 from mlx_paged.router.router import Forwarded, Router
 from mlx_paged.server.errors import ApiError, failed, not_stored, until_disconnect
@@ -27,6 +30,8 @@ from mlx_paged.server.http.access import ANONYMOUS, SAFE_METHODS, Principal, gua
 from mlx_paged.server.http.http_server import MAX_CONNECTIONS, Gate
 from mlx_paged.server.http.limits import Limits
 from mlx_paged.server.http.logs import RequestLog
+from mlx_paged.server.ollama import listing
+from mlx_paged.server.program import ANY_NAME
 from mlx_paged.server.schemas import read_part, wrong
 from mlx_paged.server.settings import KeyFile, ServerSettings
 
@@ -34,6 +39,7 @@ _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 _OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _END = "# EOF"  # of OpenMetrics
+_STREAMED = ("/api/chat", "/api/generate")  # unless the client wants it otherwise
 
 
 def _keep_alive(given: object) -> object:
@@ -51,6 +57,15 @@ class RoutedFields(BaseModel):
     model: str | None = None
     stream: bool | None = None
     keep_alive: Annotated[Any, AfterValidator(_keep_alive)] = None
+
+
+class ShownFields(BaseModel):
+    """The body of ``POST /api/show``."""
+
+    model_config = RoutedFields.model_config
+
+    model: str | None = None
+    name: str | None = None
 
 
 class LoadFields(RoutedFields):
@@ -100,6 +115,14 @@ class RouterApp(RequestLog):
                         ("/{name:path}/unload", self.unload, "POST"),
                         ("/{name:path}", self.model, "GET"),
                     )
+                ),
+                Route("/api/version", self.ollama_version),
+                Route("/api/tags", self.tags),
+                Route("/api/ps", self.loaded),
+                Route("/api/show", self.show, methods=["POST"]),
+                *(
+                    Route(path, self.refuse, methods=[method])
+                    for path, method in listing.REFUSED.items()
                 ),
                 Route("/model/{path:path}", self.of_model, methods=_METHODS),
                 Route("/v1/responses/{path:path}", self.stored_response, methods=_METHODS),
@@ -157,6 +180,47 @@ class RouterApp(RequestLog):
         await until_disconnect(request.receive, self._router.residency.unload(model.name))
         return JSONResponse({"success": True, **self._card(model)})
 
+    async def ollama_version(self, request: Request) -> Response:
+        """The version of Ollama whose API this is."""
+        return JSONResponse({"version": listing.VERSION})
+
+    async def tags(self, request: Request) -> Response:
+        """The models that the user may use, in Ollama's form. Of one that was never loaded, only
+        its names are known.
+        """
+        models = self._router.allowed(request.state.principal)
+        found = [each for model in models for each in _listed(model.process)]
+        return JSONResponse({"models": found})
+
+    async def loaded(self, request: Request) -> Response:
+        """The models that are loaded, in Ollama's form, with their memory."""
+        found = []
+        for model in self._router.allowed(request.state.principal):
+            process, expires = model.process, listing.FOREVER
+            if process.state != "loaded":
+                continue
+            seconds = max(0.0, model.expires - asyncio.get_running_loop().time())
+            if not (model.is_pinned or math.isinf(seconds)):
+                expires = listing.timestamp(time.time() + seconds)
+            nbytes = await process.nbytes()
+            memory = {"size": nbytes, "size_vram": nbytes, "expires_at": expires}
+            memory["context_length"] = process.max_model_len
+            found += [{**each, **memory} for each in _listed(process)]
+        return JSONResponse({"models": found})
+
+    async def show(self, request: Request) -> Response:
+        """What a model is and can do, in Ollama's form. One that was never loaded is loaded."""
+        fields = read_part(ShownFields, await request.body())
+        name = fields.model or fields.name
+        model = self._router.find(name, request.state.principal)
+        if model.process.description is None:
+            await until_disconnect(request.receive, self._router.residency.load(model.name))
+        return JSONResponse(listing.shown(name or model.name, model.process.description or {}))
+
+    async def refuse(self, request: Request) -> Response:
+        """Refused: the error says what to use instead."""
+        listing.refuse(request.url.path)
+
     async def metrics(self, request: Request) -> Response:
         """The metrics of all models that are loaded, for Prometheus."""
         accept = (b"accept", request.headers.get("accept", "").encode("latin-1"))
@@ -213,9 +277,8 @@ class RouterApp(RequestLog):
             self._check_admin(principal, f"to keep it for more than {model.keep_alive:g} s")
         raw, query = request.scope["raw_path"], request.scope["query_string"]
         target = (raw if path is None else path) + b"?" * bool(query) + query
-        return Forwarded(
-            self._router, model, body, target, fields.keep_alive, fields.stream is True
-        )
+        streams = request.url.path in _STREAMED if fields.stream is None else fields.stream
+        return Forwarded(self._router, model, body, target, fields.keep_alive, streams)
 
     async def _read_load(self, request: Request) -> tuple[Resident, LoadFields]:
         """The model that an administrator names, in the path or in the body.
@@ -271,6 +334,13 @@ class RouterApp(RequestLog):
             *(each.ask(target, *headers) for each in loaded), return_exceptions=True
         )
         return [body.decode() for body in found if isinstance(body, bytes)]
+
+
+def _listed(process: ModelProcess) -> list[dict[str, Any]]:
+    """The entries of a model in Ollama's form."""
+    return listing.entries(
+        (name for name in process.names if name != ANY_NAME), process.description
+    )
 
 
 def merge_metrics(texts: Iterable[str]) -> str:

@@ -22,7 +22,7 @@ from mlx_paged.cli.program import Parser, import_first, run_program
 from mlx_paged.cli.streams import say, warnings_as_lines
 from mlx_paged.server import program
 
-# After the router's end, for answers without a reader to be aborted and queued blocks written.
+# After the router's end, for answers that no client reads to be aborted and queued blocks written.
 SECONDS_TO_END = 30.0
 # How often, in a row, K/V are asked to take less while a request of the server itself may run.
 _TRIES, _SECONDS_BETWEEN_TRIES = 20, 0.1
@@ -47,12 +47,17 @@ def _run(own: argparse.Namespace) -> int:
     from mlx_paged.engine.descriptions import describe_engine
     from mlx_paged.server.app import App
     from mlx_paged.server.http.logs import logger, setup_logging
+    from mlx_paged.server.ollama.models import describe
     from mlx_paged.server.routes import ApiRoute, RequestContext
     from mlx_paged.server.schemas import Body
 
     async def state(context: RequestContext[Body]) -> Response:
         """The context, and the bytes that this process holds."""
         return JSONResponse({"max_model_len": service.max_model_len, "nbytes": nbytes_held()})
+
+    async def description(context: RequestContext[Body]) -> Response:
+        """What lists say of the model."""
+        return JSONResponse(await context.run_in_tokenizer_pool(lambda _: describe(service)))
 
     async def budget(context: RequestContext[Body]) -> Response:
         """Change what K/V may take: ``?nbytes=N``; the budget then."""
@@ -72,7 +77,11 @@ def _run(own: argparse.Namespace) -> int:
     settings = program.read_settings(args)
     setup_logging(settings.log_level, settings.log_prompts)
     service = program.make_service(args, settings)
-    routes = [ApiRoute("/router/state", state), ApiRoute("/router/budget", budget)]
+    routes = [
+        ApiRoute("/router/state", state),
+        ApiRoute("/router/description", description),
+        ApiRoute("/router/budget", budget),
+    ]
     with service.engine, warnings_as_lines(partial(logger.warning, "%s")):
         app = App(service, max_connections=program.max_connections(), for_router=routes)
 

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias
 import httpcore
 
 from mlx_paged.cli.streams import say
-from mlx_paged.errors import shown, without_room
+from mlx_paged.errors import one_line, shown, without_room
 from mlx_paged.options.config import DEFAULT_BLOCK_SIZE, KVBudget
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.http.access import ANONYMOUS
@@ -81,6 +81,7 @@ class ModelProcess:
         names: the name, and aliases.
         max_model_len: the most tokens of a prompt and its answer; ``None`` if there is no limit, or
             the model was never loaded.
+        description: what lists say of the model; ``None`` if it was never loaded.
         state: ``"failed"`` if the process ended by itself or could not load the model; like
             ``"unloaded"``, it can be started.
         num_requests: the requests that are being answered.
@@ -92,6 +93,7 @@ class ModelProcess:
         self.names = tuple(flags["served_model_name"])
         self.flags = flags
         self.max_model_len: int | None = None
+        self.description: dict[str, Any] | None = None
         self.state: State = "unloaded"
         self.num_requests = 0
         self.loading_since = 0.0
@@ -198,8 +200,8 @@ class ModelProcess:
                 return True
             self.state = "unloaded"  # also if it was loaded meanwhile
             process.terminate()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), seconds)
+            await _end_of(process, seconds)
+            if process.returncode is not None:
                 return True
             logger.error("the process of %s did not end in %g s; it is killed", self.name, seconds)
             await self._kill()
@@ -256,7 +258,7 @@ class ModelProcess:
             raise await self._lost() from error
         if response.status != 200:
             text = response.content.decode(errors="replace")
-            raise ApiError(503, f"the model {shown(self.name)} answers {target} with {text}")
+            raise ApiError(503, f"{target} is answered with {one_line(text)}")
         return response.content
 
     async def _load(self, kv_cache_bytes: int | None) -> None:
@@ -304,6 +306,7 @@ class ModelProcess:
             await asyncio.wait({ending, asking}, return_when=asyncio.FIRST_COMPLETED)
             if asking.done() and asking.exception() is None:
                 self.max_model_len = json.loads(asking.result())["max_model_len"]
+                self.description = json.loads(await self.ask("/router/description"))
                 return True
             await self._kill()
             return False
@@ -315,32 +318,38 @@ class ModelProcess:
     async def _relay(self, process: asyncio.subprocess.Process) -> None:
         """Pass on what the process says on stderr, with the model's name in front."""
         assert process.stderr is not None
-        while line := await process.stderr.readline():
-            text = line.decode(errors="replace").rstrip()
-            say(f"{self.name}: {text}")
-            if found := _REASON.search(text):
-                self._said = without_room(found[1] or found[2])
+        while not process.stderr.at_eof():
+            with suppress(ValueError):  # a line beyond _MAX_LINE
+                text = (await process.stderr.readline()).decode(errors="replace").rstrip()
+                if text:
+                    say(f"{self.name}: {text}")
+                if found := _REASON.search(text):
+                    self._said = without_room(found[1] or found[2])
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Probe the process while it runs; end it if it hangs, and note why it ended."""
         reason = ""
         while process.returncode is None:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), PROBE_SECONDS)
-            if process.returncode is None and not await self._is_healthy():
-                reason = f"it did not answer within {DEADLINE:g} s, so it was killed"
-                await self._kill()
+            await _end_of(process, PROBE_SECONDS)
+            if process.returncode is None and (found := await self._sickness()):
+                await _end_of(process, _END_SECONDS)  # It may be about to end.
+                if process.returncode is None:
+                    reason = f"{found}, so it was killed"
+                    await self._kill()
         if self.state == "loaded":
             what = reason or self._said or _in_words(process.returncode)
             self._note_failure(ApiError(503, f"has ended: {what}", code="model_ended"))
 
-    async def _is_healthy(self) -> bool:
+    async def _sickness(self) -> str:
+        """Why the process should not go on; empty if it should."""
         try:
             async with asyncio.timeout(DEADLINE):
                 await self.ask("/health")
-        except (TimeoutError, ApiError):
-            return False
-        return True
+        except TimeoutError:
+            return f"it did not answer within {DEADLINE:g} s"
+        except ApiError as error:
+            return error.message
+        return ""
 
     async def _kill(self) -> None:
         process = self._process
@@ -374,11 +383,17 @@ class ModelProcess:
 
     async def _lost(self) -> ApiError:
         """The error for requests whose connection was lost."""
-        if self._watching is not None and self.state == "loaded":
+        if self.state == "loaded" and self._watching not in (None, asyncio.current_task()):
             await asyncio.wait({self._watching}, timeout=_END_SECONDS)
         if self.state == "failed":
             return self._failure_now()
         return ApiError(503, f"the model {shown(self.name)} is being unloaded; retry later")
+
+
+async def _end_of(process: asyncio.subprocess.Process, seconds: float) -> None:
+    """Wait for the end of a process, but no longer than this."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), seconds)
 
 
 def _in_words(status: int | None) -> str:

@@ -14,18 +14,20 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from mlx_paged.errors import shown
 from mlx_paged.router.model_process import Headers, ModelProcess
 from mlx_paged.router.residency import Residency, Resident
 from mlx_paged.server.errors import (
     FAILED,
+    OLLAMA,
     ApiError,
     error_response,
     protocol_of,
+    same_names,
+    unknown_model,
     until_disconnect,
 )
 from mlx_paged.server.http.access import ROUTER_PREFIX, SAFE_METHODS, Principal
-from mlx_paged.server.http.sse import HEADERS, event
+from mlx_paged.server.http.sse import HEADERS, EventStream, LineStream
 from mlx_paged.server.program import ANY_NAME
 
 logger = logging.getLogger("mlx_paged.server")
@@ -40,10 +42,7 @@ _NOT_PASSED_ON = {
     *(b"host", b"content-length", b"x-request-id", b"request-id", b"date"),
     *(b"authorization", b"x-api-key", b"cookie", b"origin"),
 }
-_EVENT_HEADERS = [
-    *((name.lower().encode(), value.encode()) for name, value in HEADERS.items()),
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-]
+_EVENT_HEADERS = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
 
 
 class Router:
@@ -89,13 +88,14 @@ class Router:
             ApiError: there is none.
         """
         allowed = self.allowed(principal)
-        for each in (name, ANY_NAME):
+        if name is None and allowed:
+            return allowed[0]
+        name = name or ""
+        for names in ({name}, same_names(name), {ANY_NAME}):
             for model in allowed:
-                if each is None or each in model.process.names:
+                if not names.isdisjoint(model.process.names):
                     return model
-        names = ", ".join(shown(model.name) for model in allowed)
-        text = f"there is no model {shown(name)}; this server has {names}"
-        raise ApiError(404, text, param="model", code="model_not_found")
+        raise unknown_model(name, (model.name for model in allowed))
 
     @asynccontextmanager
     async def answering(self) -> AsyncIterator[None]:
@@ -158,6 +158,9 @@ class Forwarded(Response):
     ):
         self._router, self._model, self._keep_alive = router, model, keep_alive
         self._body, self._target, self._streams = body, target, streams
+        self._path = target.partition(b"?")[0].decode("latin-1")
+        is_ollama = protocol_of({"path": self._path}) is OLLAMA
+        self._stream: type[EventStream] = LineStream if is_ollama else EventStream
         self._has_begun = self._has_events = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -165,13 +168,13 @@ class Forwarded(Response):
             await until_disconnect(receive, self._send_all(scope, send))
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
-        below = {**scope, "path": self._target.partition(b"?")[0].decode("latin-1")}
+        below = {**scope, "path": self._path}
         try:
             async with self._router.answering():
                 await self._answer(below, send)
         except ApiError as error:
             if self._has_events:
-                await _send_body(send, event(protocol_of(below).event(error)))
+                await _send_body(send, self._stream.encode(protocol_of(below).event(error)))
                 await _send_body(send, b"", more=False)
             elif not self._has_begun:
                 await error_response(error, below)(below, _receive_nothing, send)
@@ -205,7 +208,8 @@ class Forwarded(Response):
         async with sending as response:
             state["is_logged"] = True
             found = [(name.lower(), value) for name, value in response.headers]
-            has_events = dict(found).get(b"content-type", b"").startswith(b"text/event-stream")
+            kind = self._stream.media_type.encode()
+            has_events = dict(found).get(b"content-type", b"").startswith(kind)
             if self._has_begun and not has_events:
                 raise _read_error(response.status, await response.aread())
             if not self._has_begun:
@@ -223,10 +227,11 @@ class Forwarded(Response):
         begin = time.monotonic()
         await asyncio.sleep(FIRST_PROGRESS_SECONDS)
         self._has_events = True
-        await self._begin(send, 200, _EVENT_HEADERS)
+        kind = f"{self._stream.media_type}; charset=utf-8".encode()
+        await self._begin(send, 200, [*_EVENT_HEADERS, (b"content-type", kind)])
         while True:
-            text = f": waiting for {self._model.name}, {time.monotonic() - begin:.0f} s\n\n"
-            await _send_body(send, text.encode(errors="replace"))
+            text = f"waiting for {self._model.name}, {time.monotonic() - begin:.0f} s"
+            await _send_body(send, self._stream.comment(text))
             await asyncio.sleep(PROGRESS_SECONDS)
 
     async def _begin(self, send: Send, status: int, headers: Headers) -> None:
