@@ -13,7 +13,6 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +234,7 @@ def _serve(args: argparse.Namespace, models: Mapping[str, Mapping[str, Any]]) ->
     """Serve models until a signal arrives; returns the exit status."""
     from mlx_paged.router.app import RouterApp
     from mlx_paged.router.model_process import ModelProcess
-    from mlx_paged.router.residency import Residency, Resident, measure
+    from mlx_paged.router.residency import Residency, Resident
     from mlx_paged.router.router import Router
     from mlx_paged.server.http.http_server import (
         HttpServer,
@@ -261,7 +260,6 @@ def _serve(args: argparse.Namespace, models: Mapping[str, Mapping[str, Any]]) ->
         residents = [
             Resident(
                 ModelProcess(name, flags, folder / str(number)),
-                partial(measure, flags),
                 KEEP_ALIVE.check("server", "keep_alive", flags["keep_alive"]),
                 flags["pin"],
             )
