@@ -155,7 +155,8 @@ class RouterApp(RequestLog):
     async def models(self, request: Request) -> Response:
         """The models that the user may use, and their states."""
         data = [self._card(each) for each in self._router.allowed(request.state.principal)]
-        return JSONResponse({"object": "list", "data": data})
+        budget = self._router.residency.budget
+        return JSONResponse({"object": "list", "data": data, "bytes_budget": budget})
 
     async def model(self, request: Request) -> Response:
         """One of the models that the user may use, and its state."""
@@ -320,6 +321,7 @@ class RouterApp(RequestLog):
             "status": {"value": state, "failed": has_failed},
             "is_pinned": model.is_pinned,
             "num_requests": process.num_requests,
+            **self._router.residency.view(model),
         }
 
     async def _ask_loaded(

@@ -257,7 +257,7 @@ class ModelProcess:
             with suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), PROBE_SECONDS)
             if process.returncode is None and not await self._is_healthy():
-                reason = f"hung: it did not answer within {DEADLINE:g} s"
+                reason = f"it did not answer within {DEADLINE:g} s, so it was killed"
                 await self._kill()
         if self.state == "loaded":
             what = reason or self._said or _in_words(process.returncode)

@@ -109,6 +109,12 @@ class Resident:
         return self.process.state in ("loading", "loaded")
 
     @property
+    def nbytes(self) -> int:
+        """The bytes that it counts with; 0 if it was not measured."""
+        need = self.need
+        return 0 if need is None else need.nbytes - need.least_kv + self.kv_nbytes
+
+    @property
     def least_kv(self) -> int:
         """What its K/V can't be made smaller than now: unfinished requests need what they have."""
         assert self.need is not None, "a model is measured before it is loaded"
@@ -212,6 +218,20 @@ class Residency:
             model.process.stop(seconds) for model in self.models.values() if model.is_in_memory
         ]
         return all(await asyncio.gather(*stops))
+
+    def view(self, model: Resident) -> dict[str, Any]:
+        """What a model counts with, what its K/V may take, how long it has been idle and when it is
+        put away; ``None`` where that does not apply.
+        """
+        is_idle = model.process.state == "loaded" and not model.num_users
+        now = asyncio.get_running_loop().time()
+        ends = is_idle and not model.is_pinned and model.expires < math.inf
+        return {
+            "bytes": model.nbytes if model.is_in_memory else 0,
+            "bytes_kv_budget": model.kv_nbytes if model.is_in_memory else 0,
+            "idle_seconds": round(now - model.used, 1) if is_idle else None,
+            "seconds_left": max(0.0, round(model.expires - now, 1)) if ends else None,
+        }
 
     # Requests
 
@@ -457,24 +477,29 @@ class Residency:
 
     def _no_room(self, model: Resident) -> ApiError:
         """The error for a model that has no room, with the sum."""
-        need, held = model.need, []
-        for each in self.models.values():
-            if each is not model and each.is_in_memory and each.need is not None:
-                is_used = "answers" if each.num_users else "idle"
-                nbytes = each.need.nbytes - each.need.least_kv + each.least_kv
-                state = "pinned" if each.is_pinned else is_used
-                held.append(f"{each.name} {format_nbytes(nbytes)} ({state})")
+        need = model.need
         if model.is_in_memory or need is None:
             what = f"{shown(model.name)} was not loaded within {self._wait_seconds:g} s"
             return ApiError(503, f"the model {what}; retry later", code="model_loading")
-        others = f"; others hold {', '.join(held)}" if held else ""
+        others = [
+            each
+            for each in self.models.values()
+            if each is not model and each.is_in_memory and (each.is_pinned or each.num_users)
+        ]
+        held = [
+            f"{each.name} {format_nbytes(each.nbytes - each.kv_nbytes + each.least_kv)} "
+            f"({'pinned' if each.is_pinned else 'answers'})"
+            for each in others
+        ]
+        left = format_nbytes(max(0, self._kv_of([*others, model])))
         what = (
             f"there is no room for the model {shown(model.name)}: it needs "
             f"{format_nbytes(need.nbytes)} (weights {format_nbytes(need.weights)}, activations "
             f"{format_nbytes(need.activations)}, its process {format_nbytes(PROCESS_NBYTES)}, K/V "
             f"at least {format_nbytes(need.least_kv)}), and the budget of all models is "
-            f"{format_nbytes(self.budget)}, of which K/V beside weights may take a share{others}; "
-            "retry later, or raise --memory-limit"
+            f"{format_nbytes(self.budget)}, of which K/V may take {left} in all"
+            f"{'; others hold ' if held else ''}{', '.join(held)}; retry later, or raise "
+            "--memory-limit"
         )
         return ApiError(503, what, code="no_room", headers={"Retry-After": "10"})
 

@@ -26,7 +26,7 @@ from mlx_paged.server.errors import (
     unknown_model,
     until_disconnect,
 )
-from mlx_paged.server.http.access import ROUTER_PREFIX, Principal
+from mlx_paged.server.http.access import ROUTER_PREFIX, SAFE_METHODS, Principal
 from mlx_paged.server.http.sse import HEADERS, EventStream, LineStream
 from mlx_paged.server.program import ANY_NAME
 
@@ -184,6 +184,10 @@ class Forwarded(Response):
                 scope["state"]["connection"].transport.abort()
 
     async def _answer(self, scope: Scope, send: Send) -> None:
+        if scope["method"] in SAFE_METHODS:
+            # What only looks at a model, such as its page, does not keep it in memory.
+            await self._pass_on(self._model.process, scope, send)
+            return
         progress = asyncio.create_task(self._show_progress(send))
         try:
             async with self._router.residency.use(self._model.name, self._keep_alive) as process:

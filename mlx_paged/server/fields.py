@@ -68,6 +68,8 @@ class RequestFields(ModelFields):
     priority: int = 0
     cache_salt: str | None = None
     no_store: bool = False
+    # A router reads it. A server of one model keeps that in memory.
+    keep_alive: Any = None
 
     def options(self) -> RequestOptions:
         """The corresponding options of a request to the engine."""

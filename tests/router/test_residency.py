@@ -141,8 +141,15 @@ def test_a_model_is_loaded_once_for_all_that_wait_and_stays():
     async def main() -> None:
         assert await asyncio.gather(*(ask(residency, "a") for _ in range(5))) == ["a says"] * 5
         assert PlantedLoop.now == 1000 + LOAD_SECONDS + 10
-        await ask(residency, "a")
+        await ask(residency, "a", keep_alive=60.0)
         assert world.log == ["measure a", "load a"] and a.kv == 1000 * MB - 356 * MB
+        await asyncio.sleep(20)
+        assert residency.view(residency.models["a"]) == {
+            "bytes": 1000 * MB,
+            "bytes_kv_budget": a.kv,
+            "idle_seconds": 20,
+            "seconds_left": 40,
+        }
         with pytest.raises(KeyError):
             await ask(residency, "b")
         await residency.close()
