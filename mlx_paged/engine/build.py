@@ -156,8 +156,9 @@ def build(
     elif draft is not None:
         drafter = DraftModel(draft, cache, manager)
     runner = ModelRunner(model, cache, manager, swap_space, drafter, matmul)
+    reads_grammars, by_rows = ranks.size == 1, matmul.usual_rows
     speculation = speculation_of(
-        config.num_draft_tokens, checked, drafter, run_ahead, ranks.size == 1
+        config.num_draft_tokens, checked, drafter, run_ahead, reads_grammars, by_rows
     )
     if ranks.size > 1:
         # Their chips may differ, their plans must not.

@@ -118,7 +118,7 @@ class ModelRunner:
         self._stacks_before = WeakSet[StateStack]()
 
     def launch(self, batch: Batch, awaited: SampledTokens) -> tuple[mx.array, list[PooledRow]]:
-        """Launch a step, without waiting for it.
+        """Launch a step, without waiting for it, inside ``matmul.running()``.
 
         Args:
             awaited: the tokens of the batch's ``PENDING_TOKEN`` entries.
@@ -128,13 +128,9 @@ class ModelRunner:
             of embeddings; and what requests with ``PoolingParams`` are answered with. Once these
             are evaluated, or the logits if there are none, the step is computed.
         """
+        cache, draft_model = self.cache, self.draft_model
         for transfer in batch.transfers:
             self._transfer(transfer)
-        with self.matmul.running():
-            return self._launch(batch, awaited)
-
-    def _launch(self, batch: Batch, awaited: SampledTokens) -> tuple[mx.array, list[PooledRow]]:
-        cache, draft_model = self.cache, self.draft_model
         scheduled, groups = batch.scheduled, self._manager.groups
         counts = [part.num_new_tokens for part in scheduled]
         num_logit_rows = [part.num_logit_rows for part in scheduled]

@@ -224,7 +224,7 @@ class Steps:
         awaited = self.in_flight[0].sampled if self.in_flight else NO_TOKENS
         step = StepInFlight(batch)
         self.in_flight.append(step)
-        with self._device_work():
+        with self._device_work(), self._runner.matmul.running():
             step.logits, step.pooled = self._runner.launch(batch, awaited)
 
     def _sample(self) -> None:

@@ -240,6 +240,15 @@ class Matmul:
 
         return release
 
+    @property
+    def usual_rows(self) -> Collection[int]:
+        """The numbers of rows for which ``rows_matmul`` runs in most of the weights, by bytes."""
+        nbytes: Counter[int] = Counter()
+        for module, shape in self.linears.modules:
+            for count in (0, *self.num_rows[shape]):
+                nbytes[count] += module["weight"].nbytes
+        return {count for count in nbytes if count and 2 * nbytes[count] > nbytes[0]}
+
     def stats(self) -> MatmulStats:
         counts: Counter[str] = Counter()
         for shape, count in self.linears.shapes.items():

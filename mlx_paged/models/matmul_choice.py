@@ -14,10 +14,8 @@ import math
 import os
 import re
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TypeAlias
@@ -28,7 +26,6 @@ from mlx.nn.layers.base import Module
 from mlx_paged import __version__
 from mlx_paged.block_store.directory import Directory
 from mlx_paged.block_store.layout import BadBlockFileError
-from mlx_paged.errors import one_line
 from mlx_paged.models.matmul import (
     SEVERAL_ROWS,
     Linears,
@@ -38,6 +35,7 @@ from mlx_paged.models.matmul import (
     multiplied_by_rows,
 )
 from mlx_paged.ops import choose
+from mlx_paged.ops.rows_matmul import try_rows_matmul
 from mlx_paged.options.argument_values import is_plain_integer
 
 # The numbers of rows that are measured. Others go by the next larger one.
@@ -53,8 +51,6 @@ NUM_TURNS = 3
 MAX_SECONDS = 0.5
 # rows_matmul runs if it takes at most this share of the time. A smaller gain may be noise.
 MAX_SHARE = 0.95
-# The kernel has a variant for each of these numbers of rows, and computes more in several passes.
-TRIED_ROWS = range(1, 6)
 
 
 def chosen_rows(
@@ -66,47 +62,28 @@ def chosen_rows(
         option: ``matmul`` of an engine. ``"auto"`` is MLX where there is no Metal.
         clock: seconds; measures the durations.
     """
-    has_kernels = choose.is_metal_available()
-    if option == "mlx" or (option == "auto" and not has_kernels):
+    if option == "mlx" or (option == "auto" and not choose.is_metal_available()):
         return {}
     modules: dict[LinearShape, list[Module]] = defaultdict(list)
     for module, shape in linears.modules:
         modules[shape].append(module)
-    if not has_kernels:
-        return dict.fromkeys(modules, SEVERAL_ROWS)
-    works = cache(lambda shape: is_right(modules[shape][0], shape))
     if option == "rows":
-        chosen: RowCounts = dict.fromkeys(modules, SEVERAL_ROWS)
-    else:
-        largest = sorted(modules, key=lambda shape: -_nbytes(modules[shape]))[:MAX_SHAPES]
-        faster = known_choices({each: modules[each] for each in largest if works(each)}, clock)
-        chosen = {shape: _as_nearest(shape, faster) for shape in modules}
-    return {shape: rows for shape, rows in chosen.items() if rows and works(shape)}
+        return {shape: SEVERAL_ROWS for shape in modules if _works(shape)}
+    largest = sorted(modules, key=lambda shape: -_nbytes(modules[shape]))[:MAX_SHAPES]
+    faster = known_choices({each: modules[each] for each in largest if _works(each)}, clock)
+    chosen = {shape: _as_nearest(shape, faster) for shape in modules}
+    return {shape: rows for shape, rows in chosen.items() if rows}
 
 
-def is_right(module: Module, shape: LinearShape) -> bool:
-    """Whether each variant of the kernel agrees with MLX's matmul to half of the digits of the
-    dtype. A warning says if one does not. This also compiles them, so that no request waits for it.
-    """
-    dtype, failure = getattr(mx, shape.dtype), ""
-    for num_rows in TRIED_ROWS:
-        rows = _some_rows(num_rows, shape)
-        try:
-            expected = multiplied_by_mlx(module, rows, shape).astype(mx.float32)
-            found = multiplied_by_rows(module, rows, shape).astype(mx.float32)
-            limit = mx.finfo(dtype).eps ** 0.5 * mx.abs(expected).max()
-            if not (mx.abs(found - expected).max() <= limit).item():
-                failure = f"differs from MLX's for {num_rows} rows"
-        except Exception as error:  # whatever a compiler or a device raises
-            failure = f"raises {type(error).__name__}: {one_line(error)}"
-        if failure:
-            text = f"[matmul] rows_matmul of {shape} {failure}; MLX's own matmul runs instead"
-            warnings.warn(text, stacklevel=2)
-            return False
-    return True
+def _works(shape: LinearShape) -> bool:
+    """Whether the kernel for this format works here; a warning says if it does not."""
+    if not choose.is_metal_available():
+        return True  # Plain MLX runs.
+    return try_rows_matmul(shape.dtype, shape.bits, shape.group_size, shape.mode)
 
 
-def _some_rows(num_rows: int, shape: LinearShape) -> mx.array:
+def some_rows(num_rows: int, shape: LinearShape) -> mx.array:
+    """Rows for a layer, ``[num_rows, num_inputs]``."""
     values = mx.sin(mx.arange(num_rows * shape.num_inputs)).reshape(num_rows, -1)
     return values.astype(getattr(mx, shape.dtype))
 
@@ -146,7 +123,8 @@ def measured_choices(
         if clock() - begin > MAX_SECONDS:
             break
         for product in products:
-            seconds = _seconds_of_chain(modules[shape], num_rows, shape, product, clock)
+            chain = modules[shape][: max(1, CHAIN_NBYTES // _nbytes(modules[shape][:1]))]
+            seconds = seconds_of_chain(chain, num_rows, shape, product, clock)
             key = shape, num_rows, product
             least[key] = min(least[key], seconds)
     return {
@@ -161,7 +139,7 @@ def measured_choices(
     }
 
 
-def _seconds_of_chain(
+def seconds_of_chain(
     modules: Sequence[Module],
     num_rows: int,
     shape: LinearShape,
@@ -169,12 +147,9 @@ def _seconds_of_chain(
     clock: Callable[[], float],
 ) -> float:
     """How long products with different weights take, each of which waits for the one before."""
-    rows, nbytes = _some_rows(num_rows, shape), 0
+    rows = some_rows(num_rows, shape)
     mx.eval(rows)
     for module in modules:
-        if nbytes >= CHAIN_NBYTES:
-            break
-        nbytes += _nbytes([module])
         rows = mx.minimum(rows, product(module, rows, shape)[:, :1])
     begin = clock()
     mx.eval(rows)

@@ -22,7 +22,7 @@ from mlx_paged.cli.program import Parser, import_first, run_program
 from mlx_paged.cli.streams import say, warnings_as_lines
 from mlx_paged.server import program
 
-# After the router's end, for answers that nobody reads to be aborted and queued blocks written.
+# After the router's end, for answers that no client reads to be aborted and queued blocks written.
 SECONDS_TO_END = 30.0
 # How often, in a row, K/V are asked to take less while a request of the server itself may run.
 _TRIES, _SECONDS_BETWEEN_TRIES = 20, 0.1

@@ -50,14 +50,13 @@ class Need:
         weights: with those of its draft model.
         activations: of its largest step, an estimate.
         least_kv: K/V and states without which it is not worth loading.
-        has_most_kv: whether more than ``least_kv`` is of no use to it, because the user has chosen
-            its budget.
+        most_kv: more is of no use to it, because the user has chosen its budget.
     """
 
     weights: int
     activations: int
     least_kv: int
-    has_most_kv: bool = False
+    most_kv: float = math.inf
 
     @property
     def nbytes(self) -> int:
@@ -122,11 +121,6 @@ class Resident:
             return self.need.least_kv
         return max(self.need.least_kv, self.kv_nbytes if self.num_users else self.kept_kv)
 
-    @property
-    def most_kv(self) -> float:
-        assert self.need is not None, "a model is measured before it is loaded"
-        return self.need.least_kv if self.need.has_most_kv else math.inf
-
 
 class Residency:
     """Loads models for the requests that use them, and puts others away for their room::
@@ -188,7 +182,7 @@ class Residency:
             self._end_use(model)
 
     async def load(self, name: str, keep_alive: float | None = None) -> None:
-        """Load a model; errors as :meth:`use`."""
+        """Load a model; arguments and errors as :meth:`use`."""
         async with self.use(name, keep_alive):
             pass
 
@@ -292,13 +286,18 @@ class Residency:
     async def _change(self) -> None:
         while (change := self._next_change()) is not None:
             await change
-            self._changed.set()
-            self._changed.clear()
+            self._note_change()
+
+    def _note_change(self) -> None:
+        self._changed.set()
+        self._changed.clear()
 
     def _next_change(self) -> Coroutine[Any, Any, None] | None:
         """The next change to be made; ``None`` if there is none, or it has to wait for answers."""
         for model in self.models.values():
-            model.is_leaving &= model.is_in_memory  # A process may have ended by itself.
+            if model.is_leaving and not model.is_in_memory:  # Its process has ended by itself.
+                model.is_leaving = False
+                self._note_change()
         if (excess := self._next_excess()) is not None:
             return self._put_away(*excess)
         self._let_all_in()
@@ -392,13 +391,14 @@ class Residency:
         if sum(each.kv_nbytes for each in others) + shares[model] > self._kv_of([*others, model]):
             return  # A request has begun meanwhile, which keeps its K/V: see again who leaves.
         begin, alone = asyncio.get_running_loop().time(), self._kv_beside([model.need])
+        model.kv_nbytes = model.kept_kv = 0  # those of a process that has ended by itself
         try:
-            await model.process.start(int(min(model.most_kv, max(alone, model.need.least_kv))))
+            await model.process.start(int(min(model.need.most_kv, alone)))
             model.kv_nbytes = model.need.least_kv
             await self._set_kv(model, shares[model])
             held = await model.process.nbytes()
         except Exception as error:
-            model.need, model.kv_nbytes = None, 0
+            model.need = None
             self._refuse(model, error)
             return
         seconds = asyncio.get_running_loop().time() - begin
@@ -449,14 +449,15 @@ class Residency:
         """What the K/V of each of these models may take: the same, but at least what it needs and
         at most what is of use to it.
         """
-        models, total = list(models), self._kv_of(models)
+        most_kv = [(model, model.need.most_kv) for model in models if model.need is not None]
+        total = self._kv_of(model for model, _ in most_kv)
 
         def shares_of(level: int) -> list[int]:
-            return [int(max(each.least_kv, min(level, each.most_kv))) for each in models]
+            return [int(max(model.least_kv, min(level, most))) for model, most in most_kv]
 
         levels = range(max(0, total) + 1)
         level = bisect_right(levels, total, key=lambda level: sum(shares_of(level))) - 1
-        return dict(zip(models, shares_of(level), strict=True))
+        return dict(zip((model for model, _ in most_kv), shares_of(level), strict=True))
 
     async def _share_out(self) -> None:
         """Give models in memory their shares. Those that lose something come first."""
@@ -542,4 +543,5 @@ async def measure(flags: Mapping[str, Any]) -> Need:
         budget = KVBudget.parse(given)
         block_nbytes = found["kv_per_token"] * flags.get("block_size", DEFAULT_BLOCK_SIZE)
         least_kv = budget.nbytes or ((budget.num_blocks or 0) + 1) * block_nbytes
-    return Need(found["weights"], found["activations_estimated"], least_kv, given is not None)
+    most_kv = math.inf if given is None else least_kv
+    return Need(found["weights"], found["activations_estimated"], least_kv, most_kv)

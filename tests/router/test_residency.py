@@ -328,6 +328,11 @@ def test_a_load_that_fails_is_an_error_for_its_own_requests_and_leaves_room():
             return_exceptions=True,
         )
         assert [str(each) for each in results] == ["no weights", "a says"] * 2
+        unloading = asyncio.create_task(residency.load("broken"))
+        await asyncio.sleep(STOP_SECONDS + 1)
+        await residency.unload("broken")  # while it is being loaded
+        with pytest.raises(ApiError, match="no weights"):
+            await unloading
         broken.error = None
         assert await ask(residency, "broken") == "broken says"
 
@@ -391,7 +396,7 @@ def test_kv_that_a_process_does_not_give_back_stay_its_own():
 
 def test_a_budget_that_the_user_has_chosen_is_neither_more_nor_less():
     world = World(3000 * MB)
-    chosen = Need(100 * MB, 0, 150 * MB, has_most_kv=True)
+    chosen = Need(100 * MB, 0, 150 * MB, 150 * MB)
     a, b = world.add("a", need=chosen), world.add("b")
     residency = world.residency()
 
