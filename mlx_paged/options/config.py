@@ -187,7 +187,7 @@ DURATION = Domain(
     metavar="T",
 )
 KEEP_ALIVE = Domain(
-    "0, seconds (300, 300s), a duration (90s, 5m, 1h30m), or -1 for ever",
+    "0, seconds (300, 300s), a duration (90s, 5m, 1h30m), or -1 for no end",
     _read_keep_alive,
     metavar="T",
 )

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 import httpcore
 
 from mlx_paged.cli.streams import say
-from mlx_paged.errors import shown, without_room
+from mlx_paged.errors import one_line, shown, without_room
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.http.access import ANONYMOUS
 from mlx_paged.server.http.http_server import BACKLOG
@@ -126,8 +126,8 @@ class ModelProcess:
                 return True
             self.state = "unloaded"  # also if it was loaded meanwhile
             process.terminate()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), seconds)
+            await _end_of(process, seconds)
+            if process.returncode is not None:
                 return True
             logger.error("the process of %s did not end in %g s; it is killed", self.name, seconds)
             await self._kill()
@@ -184,7 +184,7 @@ class ModelProcess:
             raise await self._lost() from error
         if response.status != 200:
             text = response.content.decode(errors="replace")
-            raise ApiError(503, f"the model {shown(self.name)} answers {target} with {text}")
+            raise ApiError(503, f"{target} is answered with {one_line(text)}")
         return response.content
 
     async def _load(self, kv_cache_bytes: int | None) -> None:
@@ -244,32 +244,38 @@ class ModelProcess:
     async def _relay(self, process: asyncio.subprocess.Process) -> None:
         """Pass on what the process says on stderr, with the model's name in front."""
         assert process.stderr is not None
-        while line := await process.stderr.readline():
-            text = line.decode(errors="replace").rstrip()
-            say(f"{self.name}: {text}")
-            if found := _REASON.search(text):
-                self._said = without_room(found[1] or found[2])
+        while not process.stderr.at_eof():
+            with suppress(ValueError):  # a line beyond _MAX_LINE
+                text = (await process.stderr.readline()).decode(errors="replace").rstrip()
+                if text:
+                    say(f"{self.name}: {text}")
+                if found := _REASON.search(text):
+                    self._said = without_room(found[1] or found[2])
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Probe the process while it runs; end it if it hangs, and note why it ended."""
         reason = ""
         while process.returncode is None:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), PROBE_SECONDS)
-            if process.returncode is None and not await self._is_healthy():
-                reason = f"it did not answer within {DEADLINE:g} s, so it was killed"
-                await self._kill()
+            await _end_of(process, PROBE_SECONDS)
+            if process.returncode is None and (found := await self._sickness()):
+                await _end_of(process, _END_SECONDS)  # It may be about to end.
+                if process.returncode is None:
+                    reason = f"{found}, so it was killed"
+                    await self._kill()
         if self.state == "loaded":
             what = reason or self._said or _in_words(process.returncode)
             self._note_failure(ApiError(503, f"has ended: {what}", code="model_ended"))
 
-    async def _is_healthy(self) -> bool:
+    async def _sickness(self) -> str:
+        """Why the process should not go on; empty if it should."""
         try:
             async with asyncio.timeout(DEADLINE):
                 await self.ask("/health")
-        except (TimeoutError, ApiError):
-            return False
-        return True
+        except TimeoutError:
+            return f"it did not answer within {DEADLINE:g} s"
+        except ApiError as error:
+            return error.message
+        return ""
 
     async def _kill(self) -> None:
         process = self._process
@@ -303,11 +309,17 @@ class ModelProcess:
 
     async def _lost(self) -> ApiError:
         """The error for requests whose connection was lost."""
-        if self._watching is not None and self.state == "loaded":
+        if self.state == "loaded" and self._watching not in (None, asyncio.current_task()):
             await asyncio.wait({self._watching}, timeout=_END_SECONDS)
         if self.state == "failed":
             return self._failure_now()
         return ApiError(503, f"the model {shown(self.name)} is being unloaded; retry later")
+
+
+async def _end_of(process: asyncio.subprocess.Process, seconds: float) -> None:
+    """Wait for the end of a process, but no longer than this."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), seconds)
 
 
 def _in_words(status: int | None) -> str:
