@@ -71,7 +71,7 @@ class LinearShape(NamedTuple):
     dtype: str
 
     @classmethod
-    def of(cls, module: Module, dtype: mx.Dtype) -> LinearShape:
+    def of(cls, module: Any, dtype: mx.Dtype) -> LinearShape:
         """
         Args:
             module: one of ``_LINEARS`` or ``_EMBEDDINGS``.
@@ -312,8 +312,8 @@ def _by_rows(kind: type[Module], shape: LinearShape) -> type[Module]:
         y = multiplied_by_rows(self, x, shape)
         return y + self["bias"] if "bias" in self else y
 
-    names: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind,), {method: call, **names, "multiplies_by_rows": True})
+    names = {method: call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), {**names, "multiplies_by_rows": True})
 
 
 def multiplied_by_rows(module: Module, x: mx.array, shape: LinearShape) -> mx.array:
