@@ -36,8 +36,8 @@ from mlx_paged.ops import dtype_name
 from mlx_paged.ops.rows_matmul import MAX_ROWS, refusal, rows_matmul
 
 # Exactly these classes, not their subclasses, which may multiply in another way.
-_LINEARS = (nn.Linear, nn.QuantizedLinear)
-_EMBEDDINGS = (nn.Embedding, QuantizedEmbedding)
+_LINEARS: tuple[type[Module], ...] = (nn.Linear, nn.QuantizedLinear)
+_EMBEDDINGS: tuple[type[Module], ...] = (nn.Embedding, QuantizedEmbedding)
 # What else multiplies and stays with MLX, and how a report calls it.
 _KEPT: tuple[tuple[tuple[type[Module], ...], str], ...] = (
     ((SwitchLinear, QuantizedSwitchLinear), "experts"),
