@@ -144,6 +144,22 @@ class Linears:
         return Counter(shape for _, shape in self.modules)
 
 
+def formats_of(model: Module, dtype: mx.Dtype) -> set[tuple[str, int, int, str]]:
+    """The formats of a model's linear layers that ``rows_matmul`` can multiply, as
+    ``try_rows_matmul`` takes them. Weights may be lazy.
+
+    Args:
+        dtype: of the model's activations.
+    """
+    linears = (each for each in model.modules() if _own_class(each) in _LINEARS)
+    shapes = ((each, LinearShape.of(each, dtype)) for each in linears)
+    return {
+        (shape.dtype, shape.bits, shape.group_size, shape.mode)
+        for each, shape in shapes
+        if _why_kept(each, shape) is None
+    }
+
+
 def _why_kept(module: Module, shape: LinearShape) -> str | None:
     """Why a layer stays with MLX, or ``None``."""
     return refusal(

@@ -26,7 +26,7 @@ from mlx_paged.ops.tried_once import GoOn, TrialResult, TrialStoppedError, Tried
 MAX_ROWS = 16
 COLUMNS = 8  # of the result, which a simdgroup computes at once
 MAX_SPLITS = 8  # simdgroups that share K: MAX_SIMDGROUPS in metal/rows_matmul.metal
-MIN_THREADGROUP = 2  # simdgroups
+MIN_THREADGROUP = 2  # simdgroups of a threadgroup
 # Simdgroups that a pass over the weight aims at, so that a small weight occupies a large GPU, too.
 MIN_SIMDGROUPS = 1024
 MAX_ELEMENTS = 2**31  # of a weight, whose indices are 32-bit integers
@@ -71,6 +71,8 @@ def rows_matmul(
     scale_dtype = None if scales is None else scales.dtype
     dtypes = x.dtype, weight.dtype, scale_dtype
     shape = _checked(weight.shape, dtypes, x.shape[-1], bits, group_size, mode)
+    if (biases is not None) != (mode == "affine"):
+        raise ValueError("[rows_matmul] affine weights have biases, and no others")
     if x.size == 0:
         return mx.zeros((*x.shape[:-1], shape.num_columns), x.dtype)
     run = _on_metal if choose.is_metal_available() else _in_plain_mlx
@@ -158,7 +160,7 @@ def _checked(
     dtype, weight_dtype, scale_dtype = dtypes
     why = _refusal(shape, weight_dtype, dtype, bits, group_size, mode)
     needed = None if mode == DENSE else dtype if mode == "affine" else mx.uint8
-    if why is None and scale_dtype != needed:
+    if why is None and str(scale_dtype) != str(needed):  # a dtype can't be compared with None
         why = f"scales are {scale_dtype}; {needed} is needed"
     weight_width = shape[-1] if mode == DENSE else shape[-1] * 32 // bits
     if why is None and weight_width != width:
