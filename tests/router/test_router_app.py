@@ -99,7 +99,7 @@ def test_a_request_is_passed_on_as_it_came_without_what_is_for_the_router(url, o
     assert answer.headers["x-request-id"] == "mine"
     [(target, passed, content)] = one.seen
     assert (target, content) == (b"/v1/completions?a=%20b", body)
-    assert passed[b"x-mlx-paged-user"] == b'["-", null, true, null, false]'
+    assert passed[b"x-mlx-paged-user"] == b'["-", null, true, null, true]'
     assert passed[b"x-request-id"] == b"mine" and passed[b"x-other"] == b"y"
     assert not passed.keys() & {b"authorization", b"host"}
 
