@@ -361,7 +361,7 @@ class ModelProcess:
 
     def _note_failure(self, error: ApiError) -> None:
         now = time.monotonic()
-        if error.status == 503 and now > self.loading_since + MAX_BACK_OFF:
+        if now > self.loading_since + MAX_BACK_OFF:
             self._num_failures = 0
         # The first time, it is started again at once.
         seconds = 2**self._num_failures if self._num_failures else 0
