@@ -189,21 +189,22 @@ class ModelProcess:
         Returns:
             whether the process has ended by itself.
         """
-        if seconds is None:
-            seconds = self.flags["drain_seconds"] + SECONDS_BEYOND_DRAIN
-        if self.state == "loading" and self._process is not None:
-            self._process.terminate()
+        limit: float = self.flags["drain_seconds"] + SECONDS_BEYOND_DRAIN
+        if seconds is not None:
+            limit = seconds
+        if self.state == "loading":
+            self._terminate()
         self.state = "unloaded"
         async with self._changing:
             process = self._process
             if process is None or process.returncode is not None:
                 return True
             self.state = "unloaded"  # also if it was loaded meanwhile
-            process.terminate()
-            await _end_of(process, seconds)
+            self._terminate()
+            await _end_of(process, limit)
             if process.returncode is not None:
                 return True
-            logger.error("the process of %s did not end in %g s; it is killed", self.name, seconds)
+            logger.error("the process of %s did not end in %g s; it is killed", self.name, limit)
             await self._kill()
             return False
 
@@ -350,6 +351,11 @@ class ModelProcess:
         except ApiError as error:
             return error.message
         return ""
+
+    def _terminate(self) -> None:
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.terminate()
 
     async def _kill(self) -> None:
         process = self._process

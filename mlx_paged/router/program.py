@@ -164,7 +164,7 @@ def _parse_table(
 ) -> argparse.Namespace:
     """Parse a table with the names and values of flags, which override those of ``base``."""
     words = [word for name, value in table.items() for word in parser.words_of(name, value)]
-    return parser.parse_args(words, None if base is None else copy(base))
+    return parser.parse_args(words, argparse.Namespace() if base is None else copy(base))
 
 
 def read_models(
