@@ -18,6 +18,7 @@ import math
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
+from contextvars import Context
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -266,7 +267,8 @@ class Residency:
     def _wake(self) -> None:
         """Make the changes that are due."""
         if not self._is_closed and (self._changing is None or self._changing.done()):
-            self._changing = asyncio.create_task(self._change())
+            # Outside of the request that has caused it, of which log lines would have the id.
+            self._changing = asyncio.create_task(self._change(), context=Context())
 
     async def _change(self) -> None:
         while (change := self._next_change()) is not None:
