@@ -17,6 +17,7 @@ from helpers import servers
 from helpers.agent_models import make_agent_model
 
 from mlx_paged import demo_model_path
+from mlx_paged.server.app import App
 from mlx_paged.server.http.http_server import bind, url_of
 from mlx_paged.server.http.logs import setup_logging
 from mlx_paged.server.program import serve
@@ -122,7 +123,7 @@ def main() -> int:
         sockets = bind(settings.host, settings.port)
         url = url_of(settings.host, sockets)
         with service.engine:
-            return serve(service, sockets, lambda: print(url, flush=True))
+            return serve(App(service), sockets, lambda: print(url, flush=True))
 
 
 if __name__ == "__main__":
