@@ -370,6 +370,11 @@ class ModelProcess:
         self._failure, self.state = error, "failed"
         logger.error("the model %s %s", self.name, error.message)
 
+    @property
+    def failure(self) -> str | None:
+        """What happened to the process when it last failed, after its name."""
+        return None if self._failure is None else self._failure.message
+
     def _failure_now(self) -> ApiError:
         """The error for requests after a failure."""
         assert self._failure is not None

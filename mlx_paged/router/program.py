@@ -25,7 +25,9 @@ from mlx_paged.options.config import DEFAULT_CACHE_DIR_SIZE, KEEP_ALIVE, NBYTES
 from mlx_paged.server import program as server
 from mlx_paged.server.settings import KeyFile, in_words
 
-FLAGS = server.FLAGS | {name: f"--{name.replace('_', '-')}" for name in ("models_dir", "config")}
+FLAGS = server.FLAGS | {
+    name: f"--{name.replace('_', '-')}" for name in ("models_dir", "config", "served_model_name")
+}
 # What the router does for all models, so that no section of a model may set it.
 _FOR_ALL = {
     *("host", "port", "allow_unauthenticated", "allowed_host", "cors_origin", "share_cache"),
