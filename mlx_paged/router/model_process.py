@@ -189,21 +189,22 @@ class ModelProcess:
         Returns:
             whether the process has ended by itself.
         """
-        if seconds is None:
-            seconds = self.flags["drain_seconds"] + SECONDS_BEYOND_DRAIN
-        if self.state == "loading" and self._process is not None:
-            self._process.terminate()
+        limit: float = self.flags["drain_seconds"] + SECONDS_BEYOND_DRAIN
+        if seconds is not None:
+            limit = seconds
+        if self.state == "loading":
+            self._terminate()
         self.state = "unloaded"
         async with self._changing:
             process = self._process
             if process is None or process.returncode is not None:
                 return True
             self.state = "unloaded"  # also if it was loaded meanwhile
-            process.terminate()
-            await _end_of(process, seconds)
+            self._terminate()
+            await _end_of(process, limit)
             if process.returncode is not None:
                 return True
-            logger.error("the process of %s did not end in %g s; it is killed", self.name, seconds)
+            logger.error("the process of %s did not end in %g s; it is killed", self.name, limit)
             await self._kill()
             return False
 
@@ -351,6 +352,11 @@ class ModelProcess:
             return error.message
         return ""
 
+    def _terminate(self) -> None:
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.terminate()
+
     async def _kill(self) -> None:
         process = self._process
         if process is None:
@@ -361,7 +367,7 @@ class ModelProcess:
 
     def _note_failure(self, error: ApiError) -> None:
         now = time.monotonic()
-        if error.status == 503 and now > self.loading_since + MAX_BACK_OFF:
+        if now > self.loading_since + MAX_BACK_OFF:
             self._num_failures = 0
         # The first time, it is started again at once.
         seconds = 2**self._num_failures if self._num_failures else 0
@@ -369,6 +375,11 @@ class ModelProcess:
         self._num_failures += 1
         self._failure, self.state = error, "failed"
         logger.error("the model %s %s", self.name, error.message)
+
+    @property
+    def failure(self) -> str | None:
+        """What happened to the process when it last failed, after its name."""
+        return None if self._failure is None else self._failure.message
 
     def _failure_now(self) -> ApiError:
         """The error for requests after a failure."""
