@@ -133,6 +133,27 @@ class ModelProcess:
             await self._kill()
             return False
 
+    async def describe(self) -> None:
+        """Find out what lists say of the model, without loading it, if that is not known yet. Of a
+        GGUF file, or of a model that is not on this machine, it is known once it was loaded.
+        """
+        if self.description is not None:
+            return
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "mlx_paged.router.child", "--describe", "-1", self.name),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            output, _ = await process.communicate(json.dumps(dict(self.flags)).encode() + b"\n")
+        except BaseException:
+            process.kill()
+            raise
+        if process.returncode == 0:
+            self.description = json.loads(output)
+
     async def shrink(self, kv_nbytes: int) -> int:
         """Change what K/V may take, to at most the budget of the start; returns what it is then.
         While requests are answered, it is only raised.
