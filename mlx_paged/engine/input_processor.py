@@ -29,6 +29,7 @@ from mlx_paged.errors import (
     reason,
     shown,
 )
+from mlx_paged.models.adapters import Adapter
 from mlx_paged.models.language_model import LanguageModel, model_type_of
 from mlx_paged.options.argument_values import (
     BOOL,
@@ -337,6 +338,7 @@ class InputProcessor:
         cache_salt: str | None,
         no_store: bool,
         user: str | None,
+        adapter: Adapter | None,
         token_rules: TokenRules | None,
     ) -> Request:
         """Make a request; arguments and errors are those of :meth:`Engine.add_request`."""
@@ -383,6 +385,7 @@ class InputProcessor:
             token_rules=token_rules,
             prompt=text,
         )
+        request.adapter = adapter
         return self.with_texts(request)
 
     def _reasoning_limit(

@@ -151,7 +151,7 @@ class OllamaFields(Repeated, RequestFields, _WithoutEffect):  # type: ignore[mis
         fields = {param: f"options.{name}" for name, param in OPTIONS.items()}
         fields |= {"logprobs": "top_logprobs", **requested.fields}
         params = make_params(service.default_params, values, fields)
-        return Generation([], params, self.options(), fields=fields)
+        return Generation([], params, self.options(service), fields=fields)
 
     def _requested_format(self) -> RequestedFormat:
         if isinstance(self.format, dict):

@@ -44,7 +44,7 @@ async def tags(context: RequestContext[Body]) -> Response:
     """The models, in Ollama's form."""
     service = context.service
     description = await context.run_in_tokenizer_pool(lambda _: describe(service))
-    return JSONResponse({"models": listing.entries(service.model_names, description)})
+    return JSONResponse({"models": listing.entries(service.all_names, description)})
 
 
 async def loaded(context: RequestContext[Body]) -> Response:
@@ -58,7 +58,7 @@ async def loaded(context: RequestContext[Body]) -> Response:
         "expires_at": listing.FOREVER,
         "context_length": description["context_length"],
     }
-    found = listing.entries(service.model_names, description)
+    found = listing.entries(service.all_names, description)
     return JSONResponse({"models": [{**entry, **memory} for entry in found]})
 
 
