@@ -312,6 +312,7 @@ class RouterApp(RequestLog):
             "aliases": list(process.names[1:]),
             "state": state,
             "status": {"value": state, "failed": has_failed},
+            "error": process.failure if has_failed else None,
             "is_pinned": model.is_pinned,
             "num_requests": process.num_requests,
             **self._router.residency.view(model),

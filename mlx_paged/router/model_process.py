@@ -382,7 +382,7 @@ class ModelProcess:
 
     def _note_failure(self, error: ApiError) -> None:
         now = time.monotonic()
-        if error.status == 503 and now > self.loading_since + MAX_BACK_OFF:
+        if now > self.loading_since + MAX_BACK_OFF:
             self._num_failures = 0
         # The first time, it is started again at once.
         seconds = 2**self._num_failures if self._num_failures else 0
@@ -390,6 +390,11 @@ class ModelProcess:
         self._num_failures += 1
         self._failure, self.state = error, "failed"
         logger.error("the model %s %s", self.name, error.message)
+
+    @property
+    def failure(self) -> str | None:
+        """What happened to the process when it last failed, after its name."""
+        return None if self._failure is None else self._failure.message
 
     def _failure_now(self) -> ApiError:
         """The error for requests after a failure."""

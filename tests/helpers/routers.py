@@ -25,7 +25,6 @@ CONFIG = """
 kv-cache-bytes = "500blocks"
 cache-dir = "none"
 drain-seconds = 20
-cache-dir = "none"
 {top}
 
 [models.one]
