@@ -122,21 +122,8 @@ class ModelProcess:
         for flag, name in (("--draft-model", "draft_model"), ("--kv-bits", "kv_format")):
             if flags.get(name) is not None:
                 words += [flag, str(flags[name])]
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "mlx_paged", *words),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        try:
-            async with asyncio.timeout(MEASURE_SECONDS):
-                output, errors = await process.communicate()
-        except TimeoutError:
-            output, errors = b"", b"its size was not found in time"
-        finally:
-            if process.returncode is None:
-                process.kill()
-        if process.returncode == 2 or not output:
+        output, errors = await _written_by("mlx_paged", *words)
+        if not output:
             lines = errors.decode(errors="replace").strip().splitlines() or ["it gave no reason"]
             what = without_room(lines[-1].partition("error: ")[2] or lines[-1])
             named = shown(flags["served_model_name"][0])
@@ -207,6 +194,17 @@ class ModelProcess:
             logger.error("the process of %s did not end in %g s; it is killed", self.name, limit)
             await self._kill()
             return False
+
+    async def describe(self) -> None:
+        """Find out what lists say of the model, without loading it, if that is not known yet. Of a
+        GGUF file, or of a model that is not on this machine, it is known once it was loaded.
+        """
+        if self.description is not None:
+            return
+        words = ("mlx_paged.router.child", "--describe", "-1", self.name)
+        output, _ = await _written_by(*words, given=json.dumps(dict(self.flags)).encode())
+        if output:
+            self.description = json.loads(output)
 
     async def shrink(self, kv_nbytes: int) -> int:
         """Change what K/V may take, to at most the budget of the start; returns what it is then.
@@ -405,6 +403,30 @@ async def _end_of(process: asyncio.subprocess.Process, seconds: float) -> None:
     """Wait for the end of a process, but no longer than this."""
     with suppress(TimeoutError):
         await asyncio.wait_for(process.wait(), seconds)
+
+
+async def _written_by(*words: str, given: bytes = b"") -> tuple[bytes, bytes]:
+    """What a module of this package writes to stdout, nothing if it fails, and to stderr.
+
+    Args:
+        words: the module and its arguments.
+        given: its stdin.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", *words),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(MEASURE_SECONDS):
+            output, errors = await process.communicate(given)
+    except TimeoutError:
+        return b"", b"its size was not found in time"
+    finally:
+        if process.returncode is None:
+            process.kill()
+    return b"" if process.returncode == 2 else output, errors
 
 
 def _in_words(status: int | None) -> str:
