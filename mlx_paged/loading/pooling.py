@@ -88,6 +88,16 @@ class Embedder:
             "prompt_name",
         )
 
+    @staticmethod
+    def with_text_before(before: str, prompt: Any) -> Any:
+        """A prompt of ``LLM.generate`` with a text before its own; token ids stay as they are."""
+        if isinstance(prompt, str):
+            return before + prompt
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else None
+        if isinstance(text, str) and prompt.get("prompt_token_ids") is None:
+            return {**prompt, "prompt": before + text}
+        return prompt
+
     def encode(self, text: str, before: str = "", name: str = "prompt") -> list[int]:
         """The token ids of an input, with the end token that the tokenizer appends.
 
