@@ -29,7 +29,7 @@ from mlx_paged.errors import (
     reason,
     shown,
 )
-from mlx_paged.models.language_model import LanguageModel, model_type_of
+from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.options.argument_values import (
     BOOL,
     TokenIds,
@@ -447,8 +447,8 @@ def check_pooling(pooling: PoolingParams, model: LanguageModel) -> None:
         return
     if not model.hidden_row_size:
         raise ArgumentError(
-            f"[engine] a {model_type_of(model)}, {model.description}, gives no embeddings: its "
-            "last norm can't be read; use a model whose sequences run packed"
+            f"[engine] this model ({model.description}) gives no embeddings: its last norm can't "
+            "be read; use a model whose sequences run packed"
         )
     if (pooling.dimensions or 0) > model.hidden_row_size:
         raise ArgumentError(

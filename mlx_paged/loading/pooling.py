@@ -257,12 +257,15 @@ class Reranker:
                 "queries",
             )
         before, after = self._encode(_BEFORE), self._encode(_AFTER)
+        heads: dict[str, list[int]] = {}
         requests: list[tuple[list[int], PoolingParams]] = []
         for query, document in zip(asked, answers, strict=True):
             text = _ASKED.format(instruction=instruction or DEFAULT_INSTRUCTION, query=query)
-            head, token_ids = self._encode(text), self._encode(text + document)
+            if text not in heads:
+                heads[text] = self._encode(text)
+            token_ids = self._encode(text + document)
             # The last tokens of what is asked may merge with the document.
-            num_same = sum(1 for _ in takewhile(bool, map(eq, head, token_ids)))
+            num_same = sum(1 for _ in takewhile(bool, map(eq, heads[text], token_ids)))
             pooling = PoolingParams(
                 token_ids=self.token_ids, num_shared_tokens=len(before) + num_same
             )
