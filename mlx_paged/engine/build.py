@@ -54,7 +54,7 @@ from mlx_paged.models.kv_cache import (
 )
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.models.mlx_lm.draft_head import Head
-from mlx_paged.options.config import DEFAULT_KV
+from mlx_paged.options.config import DEFAULT_KV, MAX_RUN_TOKENS
 from mlx_paged.options.engine_options import EngineOptions
 
 
@@ -148,7 +148,9 @@ def build(
         drafter = kind(draft, cache, manager)
     elif draft is not None:
         drafter = DraftModel(draft, cache, manager)
-    runner = ModelRunner(model, cache, manager, swap_space, drafter)
+    if config.deterministic:
+        cache.max_single_run = MAX_RUN_TOKENS
+    runner = ModelRunner(model, cache, manager, swap_space, drafter, config.deterministic)
     speculation = speculation_of(
         config.num_draft_tokens, checked, drafter, run_ahead, ranks.size == 1
     )

@@ -55,6 +55,8 @@ class ModelRunner:
         manager: of the block tables of the cache's sequences.
         swap_space: for the K/V of preempted requests.
         draft_model: makes the drafts of a step, if given.
+        deterministic: whether the rows of a step must not depend on each other. Decodes are then
+            not replayed, since a trace may fuse operations, which round less often.
 
     Attributes:
         compiled_decode: replays decodes; without it (``None``) each is built in Python.
@@ -67,14 +69,20 @@ class ModelRunner:
         manager: KVCacheManager,
         swap_space: SwapSpace | None = None,
         draft_model: DraftModel | None = None,
+        deterministic: bool = False,
     ):
         self.model = check_model(model)
         self.cache = cache
         self._manager = manager
         self.compiled_decode: CompiledDecode | None = None
-        if isinstance(cache, PagedKVCache) and self.model.runs_packed:
+        if isinstance(cache, PagedKVCache) and self.model.runs_packed and not deterministic:
             self.compiled_decode = CompiledDecode(self.model, cache)
         self.draft_model = draft_model
+        # Hidden rows of the step: for a head, and so that a model computes as many rows in its last
+        # layer as it would with a head.
+        self._takes_normed = False if deterministic else None
+        if draft_model is not None and draft_model.takes_normed is not None:
+            self._takes_normed = draft_model.takes_normed
         # The layers of the draft model come after these.
         self._layers = slice(len(self.model.layer_specs))
         self.vocab_size = self.model.args.vocab_size
@@ -113,8 +121,7 @@ class ModelRunner:
         ) as step:
             tokens = self._tokens_of(batch, awaited)
             decode = self.compiled_decode
-            takes_normed = None if draft_model is None else draft_model.takes_normed
-            with taking_hidden_rows(takes_normed) as hidden:
+            with taking_hidden_rows(self._takes_normed) as hidden:
                 logits = None if decode is None else decode.replay(tokens)
                 if logits is None:
                     logits = self.model(tokens, cache.layers[self._layers], step.logit_rows)

@@ -31,6 +31,7 @@ from mlx_paged.engine.scheduling.batch import Scheduled
 from mlx_paged.errors import ArgumentError, RequestError, request_error
 from mlx_paged.ops.metadata import rounded_up
 from mlx_paged.options.argument_values import kind_of
+from mlx_paged.options.sampling_declarations import MAX_LOGPROBS
 from mlx_paged.request import Logprob
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -76,7 +77,9 @@ def report_logprobs(
     logprobs = log_softmax(logits)
     chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)
     ranks = 1 + (logprobs > chosen).sum(axis=-1)
-    num_top = min(max(num_wanted), logprobs.shape[-1])
+    # The same number for all rows: which of equally likely tokens are among the first must not
+    # depend on what other requests want.
+    num_top = min(MAX_LOGPROBS if any(num_wanted) else 0, logprobs.shape[-1])
     top_ids = mx.argpartition(-logprobs, kth=max(num_top - 1, 0), axis=-1)[:, :num_top]
     top = mx.take_along_axis(logprobs, top_ids, axis=-1)
     return LogprobReport(tokens, chosen[:, 0], ranks, top_ids, top, num_wanted)
