@@ -41,7 +41,7 @@ _GROUPS = {
         allow_other_model enable_prefix_caching num_history_tokens""",
     "speed": """draft_model num_draft_tokens prefill_step_size prefill_step_seconds max_num_seqs
         max_num_batched_tokens max_num_mixed_tokens mixed_step_seconds watermark priority_steps
-        run_ahead""",
+        run_ahead matmul""",
 }
 
 

@@ -52,9 +52,10 @@ from mlx_paged.models.kv_cache import (
     warn_unless_it_fits,
     weight_nbytes,
 )
+from mlx_paged.models.matmul import chosen_matmul
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.models.mlx_lm.draft_head import Head
-from mlx_paged.options.config import DEFAULT_KV, MAX_RUN_TOKENS
+from mlx_paged.options.config import DEFAULT_KV, DEFAULT_MATMUL, MAX_RUN_TOKENS
 from mlx_paged.options.engine_options import EngineOptions
 
 
@@ -103,7 +104,8 @@ def build(
     checked = check_model(model)
     max_model_len = context_limit(checked.args, options.get("max_model_len"), window)
     draft = check_draft_model(draft_model, checked, kv)
-    with_kv = [each for each in (checked, draft) if each is not None and each.layer_specs]
+    all_models = [each for each in (checked, draft) if each is not None]
+    with_kv = [each for each in all_models if each.layer_specs]
     models = [(each, take_files(each)) for each in with_kv]
     cache_options, config = split_options(options, max_model_len, draft is not None)
     make_tier = tier_of(options, config, checked)
@@ -114,6 +116,7 @@ def build(
     if ranks.size > 1:
         given = cache_options.get("kv_cache_bytes")
         cache_options["kv_cache_bytes"] = smallest_budget(ranks, given, checked)
+    matmul = chosen_matmul(options.get("matmul", DEFAULT_MATMUL), all_models)
 
     budget = kv_budget(cache_options.get("kv_cache_bytes"), model, draft_model)
     # Whether the cache can run ahead is not known yet.
@@ -135,7 +138,9 @@ def build(
     num_parameters = num_parameters_of(model)
     disk_tier = None
     if make_tier is not None:
-        disk_tier = _open_tier(make_tier, cache, identities, num_parameters, states)
+        disk_tier = _open_tier(
+            make_tier, cache, identities, num_parameters, states, matmul.computed_by
+        )
     swap_space = SwapSpace(
         num_swap_blocks(options.get("swap_bytes"), cache, num_parameters),
         -(-cache.config.state_nbytes // cache.config.nbytes_per_block),
@@ -150,7 +155,8 @@ def build(
         drafter = DraftModel(draft, cache, manager)
     if config.deterministic:
         cache.max_single_run = MAX_RUN_TOKENS
-    runner = ModelRunner(model, cache, manager, swap_space, drafter, config.deterministic)
+    deterministic = config.deterministic
+    runner = ModelRunner(model, cache, manager, swap_space, drafter, matmul, deterministic)
     speculation = speculation_of(
         config.num_draft_tokens, checked, drafter, run_ahead, ranks.size == 1
     )
@@ -190,13 +196,13 @@ def build(
     budgets = make_budgets(scheduler.limits)
     steps = Steps(runner, scheduler, reports, latencies, run_ahead, budgets, ranks, disk_tier)
     finds_prefixes = config.enable_prefix_caching
-    snapshots = Snapshots(model, identities, cache, manager, finds_prefixes, ranks)
+    snapshots = Snapshots(
+        model, identities, cache, manager, finds_prefixes, ranks, matmul.computed_by
+    )
     largest = config.max_num_batched_tokens
     context = largest if max_model_len is None else min(largest, max_model_len)
     nbytes_activations = max(
-        activation_nbytes(each, largest, config.max_num_seqs, context)
-        for each in (checked, draft)
-        if each is not None
+        activation_nbytes(each, largest, config.max_num_seqs, context) for each in all_models
     )
     return EngineParts(
         tokenizer,
@@ -223,6 +229,7 @@ def _open_tier(
     identities: Callable[[], Sequence[ModelIdentity]],
     num_parameters: int,
     states: SequenceStates | None,
+    matmul: str,
 ) -> TierCache:
     """Open the tier of blocks and states.
 
@@ -233,7 +240,7 @@ def _open_tier(
     if isinstance(make_tier, DiskTierOptions):
         make_tier.check_holds("block", cache.config.nbytes_per_block)
         make_tier.check_holds("recurrent state", cache.config.state_nbytes)
-    tier = make_tier(fingerprint_of(cache, identities()))
+    tier = make_tier(fingerprint_of(cache, identities(), matmul))
     if not isinstance(make_tier, DiskTierOptions):
         if not isinstance(tier, Tier):
             raise ArgumentError(

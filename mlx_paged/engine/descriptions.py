@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def describe_engine(model: str | None, engine: Engine) -> list[str]:
-    """The parts of a program's first line: model, device, K/V budget, other memory, tier on disk if
-    there is one, and context limit.
+    """The parts of a program's first line: model, device, K/V budget, other memory, matmul if it is
+    not MLX's, tier on disk if there is one, and context limit.
     """
     cache = engine.cache
     config, kind = cache.config, "K/V" if cache.kind == "paged" else f"{cache.kind} K/V"
@@ -31,6 +31,7 @@ def describe_engine(model: str | None, engine: Engine) -> list[str]:
         f"{describe_device()}, {describe_backend(cache)}",
         f"{format_nbytes(config.nbytes)} for {kind}, {in_words(config.num_slots)} tokens{token}",
         describe_memory(engine),
+        *([describe_matmul(engine)] if engine.runner.matmul.is_used else []),
         *describe_disk_tier(engine),
         f"context: {describe_context(engine)}",
     ]
@@ -62,6 +63,11 @@ def in_words(number: int) -> str:
         if number >= size:
             return f"{number / size:,.1f}".removesuffix(".0") + f" {word}"
     return f"{number:,}"
+
+
+def describe_matmul(engine: Engine) -> str:
+    """Which matmul linear layers run, for how many rows."""
+    return str(engine.runner.matmul.stats())
 
 
 def describe_memory(engine: Engine) -> str:

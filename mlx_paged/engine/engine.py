@@ -107,14 +107,15 @@ class Engine:
         self._interrupted_step: EngineCall[_Stepped] | None = None  # its wait was interrupted
         self._ready: list[RequestOutput] = []
         self._calls_functions = False
-        self._release_limits = [
+        self._releases = [
             acquire_wired_limit(wired_nbytes),
             acquire_cache_limit(self.nbytes_activations),
+            self.runner.matmul.acquire(),
         ]
         # These end with the engine; at the end of Python they do so by themselves.
         self._release_thread = weakref.finalize(self, self.thread.release)
         endings = [] if self.disk_tier is None else [self.disk_tier.finish]
-        others = [weakref.finalize(self, end) for end in (*self._release_limits, *endings)]
+        others = [weakref.finalize(self, end) for end in (*self._releases, *endings)]
         for finalizer in (self._release_thread, *others):
             finalizer.atexit = False
         if self.disk_tier is not None:
@@ -402,11 +403,15 @@ class Engine:
     def close(self, timeout: float = SECONDS_AT_EXIT) -> bool:
         """Write the remaining blocks to ``cache_dir``, for at most ``timeout`` seconds, and stop
         using it; returns whether all were written. Restores MLX's limits of wired memory and freed
-        buffers. Without a call, the end of the engine or of Python does the same.
+        buffers, and the classes of the model's linear layers, so that further steps multiply with
+        MLX's own matmul. Without a call, the end of the engine or of Python does the same.
         """
         self.thread.check_process()
-        for release in self._release_limits:
+        for release in self._releases:
             release()
+        decode = self.runner.compiled_decode
+        if self.runner.matmul.is_used and decode is not None:
+            self._done_between_steps(decode.forget_traces, timeout)
         if self.disk_tier is None:
             return True
         return self.disk_tier.close(timeout, self._done_between_steps)
@@ -414,7 +419,12 @@ class Engine:
     def stats(self) -> EngineStats:
         """Memory, requests and counters; from any thread."""
         return stats_of(
-            self.scheduler, self.cache, self.latencies, self.disk_tier, self.nbytes_activations
+            self.scheduler,
+            self.cache,
+            self.latencies,
+            self.disk_tier,
+            self.nbytes_activations,
+            self.runner.matmul,
         )
 
     def view(self) -> EngineView:

@@ -26,6 +26,7 @@ from mlx_paged.engine.scheduling.batch import (
 from mlx_paged.engine.scheduling.prefix_cache import SwapSpace
 from mlx_paged.engine.speculation.draft_model import DraftModel
 from mlx_paged.models.language_model import taking_hidden_rows
+from mlx_paged.models.matmul import Matmul
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.ops import StateStack
 
@@ -55,6 +56,7 @@ class ModelRunner:
         manager: of the block tables of the cache's sequences.
         swap_space: for the K/V of preempted requests.
         draft_model: makes the drafts of a step, if given.
+        matmul: of the linear layers of both models; MLX's by default.
         deterministic: whether the rows of a step must not depend on each other. Decodes are then
             not replayed, since a trace may fuse operations, which round less often.
 
@@ -69,6 +71,7 @@ class ModelRunner:
         manager: KVCacheManager,
         swap_space: SwapSpace | None = None,
         draft_model: DraftModel | None = None,
+        matmul: Matmul | None = None,
         deterministic: bool = False,
     ):
         self.model = check_model(model)
@@ -77,7 +80,7 @@ class ModelRunner:
         self.compiled_decode: CompiledDecode | None = None
         if isinstance(cache, PagedKVCache) and self.model.runs_packed and not deterministic:
             self.compiled_decode = CompiledDecode(self.model, cache)
-        self.draft_model = draft_model
+        self.draft_model, self.matmul = draft_model, matmul or Matmul()
         # Hidden rows of the step: for a head, and so that a model computes as many rows in its last
         # layer as it would with a head.
         self._takes_normed = False if deterministic else None
@@ -100,9 +103,13 @@ class ModelRunner:
             The logits ``[num_rows, vocab_size]``, at least one row. Once they are evaluated, the
             step is computed.
         """
-        cache, draft_model = self.cache, self.draft_model
         for transfer in batch.transfers:
             self._transfer(transfer)
+        with self.matmul.running():
+            return self._launch(batch, awaited)
+
+    def _launch(self, batch: Batch, awaited: SampledTokens) -> mx.array:
+        cache, draft_model = self.cache, self.draft_model
         scheduled, groups = batch.scheduled, self._manager.groups
         counts = [part.num_new_tokens for part in scheduled]
         num_logit_rows = [part.num_logit_rows for part in scheduled]

@@ -21,6 +21,7 @@ from mlx_paged.engine.reports import Latencies
 from mlx_paged.engine.request import CompletionStatus, Request
 from mlx_paged.engine.scheduling.scheduler import Scheduler
 from mlx_paged.engine.storing.tier_cache import TierCache, TierCacheStats
+from mlx_paged.models.matmul import Matmul, MatmulStats
 from mlx_paged.request import SpecDecodingStats
 
 
@@ -44,6 +45,7 @@ class EngineStats(KVCacheManagerStats):
     nbytes_budget: int
     nbytes_activations: int  # peak of a step, on top of weights and K/V; an estimate
     nbytes_checkpoints: int  # of recurrent states kept for prefix hits, on top of K/V
+    matmul: MatmulStats  # which one runs in linear layers, for how many rows
     disk_tier: TierCacheStats | None = None
 
 
@@ -53,6 +55,7 @@ def stats_of(
     latencies: Latencies,
     disk_tier: TierCache | None,
     nbytes_activations: int,
+    matmul: Matmul,
 ) -> EngineStats:
     """Memory, requests and counters, from any thread."""
     of_manager = scheduler.manager.stats()
@@ -74,6 +77,7 @@ def stats_of(
         nbytes_budget=cache.nbytes_budget,
         nbytes_activations=nbytes_activations,
         nbytes_checkpoints=of_manager.num_checkpoints * cache.config.state_nbytes,
+        matmul=matmul.stats(),
         disk_tier=None if disk_tier is None else disk_tier.stats(),
     )
 

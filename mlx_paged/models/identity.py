@@ -269,8 +269,14 @@ def _digest(piece: memoryview) -> bytes:
 # Blocks
 
 
-def fingerprint_of(cache: PagedKVCache, identity: Sequence[ModelIdentity]) -> Fingerprint:
-    """What the bytes of a block depend on besides its tokens."""
+def fingerprint_of(
+    cache: PagedKVCache, identity: Sequence[ModelIdentity], matmul: str = ""
+) -> Fingerprint:
+    """What the bytes of a block depend on besides its tokens.
+
+    Args:
+        matmul: of :func:`code_of`.
+    """
     config = cache.config
     layers = tuple(
         f"group {index}: {_spec(config.layers[layer])}, {_kept(group.retention)}"
@@ -286,16 +292,21 @@ def fingerprint_of(cache: PagedKVCache, identity: Sequence[ModelIdentity]) -> Fi
         layers=layers,
         kv_format=", ".join(formats),
         block_size=config.block_size,
-        code=code_of(cache),
+        code=code_of(cache, matmul),
     )
 
 
-def code_of(cache: PagedKVCache) -> str:
+def code_of(cache: PagedKVCache, matmul: str = "") -> str:
     """The code that computes and stores K/V: the version of what is stored, that of MLX, the
-    backend and the device. They differ in rounding, and an answer must be the same as if it were
-    computed here.
+    backend, the device and the matmul. They differ in rounding, and an answer must be the same as
+    if it were computed here.
+
+    Args:
+        matmul: ``Matmul.computed_by``; empty for MLX's own.
     """
     computer = f"{cache.backend.name} backend on a {mx.default_device().type.name}"
+    if matmul:
+        computer += f", matmul {matmul}"
     return f"mlx_paged {STORED_KV_VERSION}, mlx {version('mlx')}, {computer}"
 
 

@@ -11,6 +11,7 @@ from mlx_paged.options.argument_values import Domain, as_integer, number, whole
 
 BLOCK_SIZES = (8, 16, 32, 64)
 KV_CACHES = ("basic", "paged")
+MATMULS = ("auto", "mlx", "rows")
 KV_BITS = (8, 4)
 KV_BITS_LISTED = ", ".join(map(str, KV_BITS))  # in help and errors
 
@@ -18,6 +19,7 @@ KV_BITS_LISTED = ", ".join(map(str, KV_BITS))  # in help and errors
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_KV = "paged"
 DEFAULT_BACKEND = "auto"
+DEFAULT_MATMUL = "auto"
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 # Target durations of steps in engines that step by themselves: without and with running answers.
 DEFAULT_PREFILL_STEP_SECONDS = 1.0

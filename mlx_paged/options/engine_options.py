@@ -186,6 +186,19 @@ class OneShotOptions(CacheOptions, total=False):
             default_text=f"{config.DEFAULT_NUM_DRAFT_TOKENS} with a draft model, else 0",
         ),
     ]
+    matmul: Annotated[
+        str,
+        Option(
+            "what multiplies the weights of linear layers in steps of up to 16 rows, such as "
+            "several answers or a token with its drafts: mlx, or rows for a kernel that reads each "
+            "weight once (for 2 to 16 rows), or auto for the faster of the two, by shape and "
+            "number of rows, measured once on each machine. Without Metal auto is mlx, and rows is "
+            "plain MLX of the same bits, which is slow (docs/internals/kernels.md, Matmuls of few "
+            "rows).",
+            one_of(*config.MATMULS),
+            default=config.DEFAULT_MATMUL,
+        ),
+    ]
     wired_limit: Annotated[
         str | int | None,
         Option(

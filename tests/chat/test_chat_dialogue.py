@@ -114,7 +114,7 @@ def test_quantised_kv_says_its_format_and_the_bytes_of_a_token(talk):
         in err
     )
     _, _, err = talk("hello", argv=("--kv-cache-bytes", "65blocks", "--verbose"))
-    assert "bytes a token in float32); grows into it]" in err
+    assert "bytes a token in float32); grows into it]" in err and "\n[matmul: MLX's]\n" in err
 
 
 def test_a_basic_cache_counts_blocks_as_a_paged_one_does(talk):

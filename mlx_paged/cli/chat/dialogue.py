@@ -24,6 +24,7 @@ from mlx_paged.engine.descriptions import (
     describe_device,
     describe_disk_tier,
     describe_drafts,
+    describe_matmul,
     describe_memory,
     describe_model,
     describe_token_size,
@@ -255,6 +256,7 @@ def _start_in_full(args: argparse.Namespace, engine: Engine, settings: Settings)
         f"({describe_token_size(cache)}){grows}]"
     )
     yield f"[{describe_memory(engine)}]"
+    yield f"[{describe_matmul(engine)}]"
     yield from (f"[{words}]" for words in describe_disk_tier(engine))
     yield f"[context: {describe_context(engine)}; prompt and answer together]"
     own = f"; {', '.join(settings.from_model)} from generation_config.json"

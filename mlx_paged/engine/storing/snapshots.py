@@ -60,6 +60,7 @@ class Snapshots:
             follow those of the model. It is called when a file is written or read.
         finds_prefixes: whether prefix caching is enabled.
         ranks: among which the model is split.
+        matmul: of :func:`code_of`.
     """
 
     def __init__(
@@ -70,15 +71,17 @@ class Snapshots:
         manager: KVCacheManager,
         finds_prefixes: bool,
         ranks: Ranks,
+        matmul: str,
     ):
         self._model, self._identities = model, identities
         self._cache, self._manager = cache, manager
-        self._finds_prefixes, self._ranks = finds_prefixes, ranks
+        self._finds_prefixes, self._ranks, self._matmul = finds_prefixes, ranks, matmul
 
     @cached_property
     def facts(self) -> KVFacts:
         """What the K/V depend on. The first access reads all weights."""
-        return KVFacts.of(self._identities(), self._cache, code_of(check_has_blocks(self._cache)))
+        code = code_of(check_has_blocks(self._cache), self._matmul)
+        return KVFacts.of(self._identities(), self._cache, code)
 
     def check(self) -> PagedKVCache:
         """The cache, if its K/V can be saved.

@@ -1,0 +1,321 @@
+"""Which matmul the linear layers of an engine's models run: MLX's own, or ``rows_matmul``, which
+reads each weight once for up to ``MAX_ROWS`` rows.
+
+While an engine uses ``rows_matmul``, the linear layers of its models are of subclasses that call it
+in the engine's steps alone (:meth:`Matmul.running`). So engines that choose differently, mlx-lm's
+own functions and training can use the same model at the same time. Weights stay in place, and the
+names of classes, which a model's identity covers, stay as well.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple, TypeAlias
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.distributed import (
+    AllToShardedLinear,
+    QuantizedAllToShardedLinear,
+    QuantizedShardedToAllLinear,
+    ShardedToAllLinear,
+)
+from mlx.nn.layers.quantized import QQLinear, QuantizedEmbedding
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.ops import dtype_name
+from mlx_paged.ops.rows_matmul import MAX_ROWS, refusal, rows_matmul
+from mlx_paged.options.engine_options import ENGINE_OPTIONS
+
+# Exactly these classes, not their subclasses, which may multiply in another way.
+_LINEARS = (nn.Linear, nn.QuantizedLinear)
+_EMBEDDINGS = (nn.Embedding, QuantizedEmbedding)
+# What else multiplies and stays with MLX, and how a report calls it.
+_KEPT: tuple[tuple[tuple[type[Module], ...], str], ...] = (
+    ((SwitchLinear, QuantizedSwitchLinear), "of experts"),
+    ((MultiLinear, QuantizedMultiLinear), "with a matrix for each head"),
+    (
+        (
+            *(AllToShardedLinear, ShardedToAllLinear),
+            *(QuantizedAllToShardedLinear, QuantizedShardedToAllLinear),
+        ),
+        "split over ranks",
+    ),
+    ((nn.Linear, nn.QuantizedLinear, QQLinear), "of other classes"),
+)
+
+
+class LinearShape(NamedTuple):
+    """The shape and format of a linear layer's weight, and the dtype of its rows.
+
+    Attributes:
+        bits: of a weight; 16 for ``"dense"``.
+        group_size: weights that share a scale; 0 for ``"dense"``.
+        mode: of ``mx.quantize``, or ``"dense"``.
+        dtype: of the rows that the layer multiplies, by name.
+    """
+
+    num_inputs: int
+    num_outputs: int
+    bits: int
+    group_size: int
+    mode: str
+    dtype: str
+
+    @classmethod
+    def of(cls, module: Module, dtype: mx.Dtype) -> LinearShape:
+        """
+        Args:
+            module: one of ``_LINEARS`` or ``_EMBEDDINGS``.
+            dtype: of the model's activations, for formats whose scales have another.
+        """
+        weight = module["weight"]
+        if "scales" not in module:
+            return cls(weight.shape[1], weight.shape[0], 16, 0, "dense", dtype_name(weight.dtype))
+        bits, group_size, mode = module.bits, module.group_size, module.mode
+        if mode == "affine":
+            dtype = module["scales"].dtype
+        num_inputs = weight.shape[1] * 32 // bits
+        return cls(num_inputs, weight.shape[0], bits, group_size, mode, dtype_name(dtype))
+
+    def __str__(self) -> str:
+        bits = self.dtype if self.mode == "dense" else f"{self.mode} {self.bits} bits"
+        return f"{self.num_inputs} x {self.num_outputs}, {bits}"
+
+
+# The numbers of rows for which rows_matmul runs, by the shape of the weight.
+RowCounts: TypeAlias = Mapping[LinearShape, Collection[int]]
+
+
+@dataclass(frozen=True, eq=False)
+class Linears:
+    """The linear layers of some models.
+
+    Attributes:
+        modules: those that ``rows_matmul`` can multiply, each once.
+        kept: how many others there are, by the reason why they stay with MLX.
+    """
+
+    modules: Sequence[tuple[Module, LinearShape]] = ()
+    kept: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, models: Sequence[LanguageModel]) -> Linears:
+        """Those of these models, adapters included. An embedding is one if it gives the logits."""
+        found: dict[int, tuple[Module, LinearShape]] = {}
+        kept: dict[int, str] = {}
+        for model in models:
+            # By identity: a module may be in several places, and of several models.
+            modules = {id(each): each for each in model.modules()}
+            is_linear = [_own_class(each) in _LINEARS for each in modules.values()]
+            outputs = {
+                each["weight"].shape[0]
+                for each, yes in zip(modules.values(), is_linear, strict=True)
+                if yes
+            }
+            vocab_size = model.args.vocab_size
+            for (key, module), yes in zip(modules.items(), is_linear, strict=True):
+                if _own_class(module) in _EMBEDDINGS:
+                    num_rows = module["weight"].shape[0]
+                    yes = num_rows == vocab_size and num_rows not in outputs
+                if not yes:
+                    kinds = (reason for kinds, reason in _KEPT if isinstance(module, kinds))
+                    if (reason := next(kinds, None)) is not None:
+                        kept[key] = reason
+                    continue
+                shape = LinearShape.of(module, model.dtype)
+                why = _why_kept(module, shape)
+                if why is None:
+                    found[key] = module, shape
+                else:
+                    kept[key] = why
+        return cls(list(found.values()), Counter(kept.values()))
+
+    @property
+    def shapes(self) -> Mapping[LinearShape, int]:
+        """The number of layers of each shape."""
+        return Counter(shape for _, shape in self.modules)
+
+
+def _why_kept(module: Module, shape: LinearShape) -> str | None:
+    """Why a layer stays with MLX, or ``None``."""
+    return refusal(
+        module["weight"],
+        getattr(mx, shape.dtype),
+        bits=shape.bits,
+        group_size=shape.group_size,
+        mode=shape.mode,
+    )
+
+
+@dataclass(frozen=True)
+class MatmulStats:
+    """Which matmul runs.
+
+    Attributes:
+        name: ``"mlx"``, or that of the engine's choice.
+        num_modules: the number of linear layers by the numbers of rows, in words, for which
+            ``rows_matmul`` runs in them; ``"none"`` for MLX alone.
+        kept: the number of other layers, by the reason why they stay with MLX.
+    """
+
+    name: str
+    num_modules: Mapping[str, int]
+    kept: Mapping[str, int]
+
+    def __str__(self) -> str:
+        """In one line."""
+        others = {rows: count for rows, count in self.num_modules.items() if rows != "none"}
+        if not others:
+            return "matmul: MLX's"
+        parts = [f"for {rows} rows, in {count} layers" for rows, count in others.items()]
+        stay = {"not faster": self.num_modules.get("none", 0), **self.kept}
+        said = ", ".join(f"{count} {reason}" for reason, count in stay.items() if count)
+        return f"matmul: rows {', '.join(parts)}{f'; MLX: {said}' * bool(said)}"
+
+
+class Matmul:
+    """What an engine multiplies with.
+
+    Args:
+        num_rows: the numbers of rows for which ``rows_matmul`` runs, by shape; MLX computes all
+            others.
+        name: of the choice; K/V that were computed with one of another name are not used.
+
+    Attributes:
+        computed_by: what stored K/V depend on; empty if MLX alone multiplies.
+    """
+
+    def __init__(
+        self, linears: Linears | None = None, num_rows: RowCounts | None = None, name: str = "rows"
+    ):
+        self.linears, given = linears or Linears(), num_rows or {}
+        shapes = self.linears.shapes
+        self.num_rows = {shape: frozenset(given.get(shape, ())) for shape in shapes}
+        self.is_used = any(self.num_rows.values())
+        self.name = name if self.is_used else "mlx"
+        self.computed_by = name if self.is_used else ""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, in this thread, the layers multiply as this says; others than those of the models
+        that were given are not affected.
+        """
+        token = _num_rows.set(self.num_rows if self.is_used else None)
+        try:
+            yield
+        finally:
+            _num_rows.reset(token)
+
+    def acquire(self) -> Callable[[], None]:
+        """Give the layers their subclasses; returns a function that releases them. Once every
+        engine has released a layer, it has its own class again.
+        """
+        held = [(module, shape) for module, shape in self.linears.modules if self.num_rows[shape]]
+        with _lock:
+            for module, shape in held:
+                if not _num_holders[id(module)]:
+                    module.__class__ = _by_rows(_own_class(module), shape)
+                _num_holders[id(module)] += 1
+
+        def release() -> None:
+            with _lock:
+                while held:
+                    module, _ = held.pop()
+                    _num_holders[id(module)] -= 1
+                    if not _num_holders[id(module)]:
+                        del _num_holders[id(module)]
+                        module.__class__ = _own_class(module)
+
+        return release
+
+    def stats(self) -> MatmulStats:
+        counts: Counter[str] = Counter()
+        for shape, count in self.linears.shapes.items():
+            counts[in_words(self.num_rows[shape])] += count
+        return MatmulStats(self.name, dict(counts), dict(self.linears.kept))
+
+
+def in_words(num_rows: Collection[int]) -> str:
+    """Numbers of rows as ranges: ``"2 to 5, 8"``."""
+    ranges: list[list[int]] = []
+    for count in sorted(num_rows):
+        if ranges and ranges[-1][-1] == count - 1:
+            ranges[-1].append(count)
+        else:
+            ranges.append([count])
+    words = [f"{each[0]} to {each[-1]}" if len(each) > 1 else f"{each[0]}" for each in ranges]
+    return ", ".join(words) or "none"
+
+
+# The numbers of rows for the thread that runs a step; None for MLX alone.
+_num_rows: ContextVar[RowCounts | None] = ContextVar("rows of rows_matmul", default=None)
+# How many engines hold a module, by its id. Reentrant, since the garbage collector may run a
+# finalizer while the lock is held.
+_lock = threading.RLock()
+_num_holders: Counter[int] = Counter()
+
+
+def _own_class(module: Module) -> type[Module]:
+    """The class of a module without the subclass of :func:`_by_rows`."""
+    kind = type(module)
+    return kind.__mro__["multiplies_by_rows" in vars(kind)]
+
+
+@cache
+def _by_rows(kind: type[Module], shape: LinearShape) -> type[Module]:
+    """The subclass of a linear layer, or of an embedding that gives logits."""
+    method = "as_linear" if kind in _EMBEDDINGS else "__call__"
+    product, dtype = getattr(kind, method), getattr(mx, shape.dtype)
+    bits, group_size, mode = shape.bits, shape.group_size, shape.mode
+
+    def call(self: Module, x: mx.array) -> mx.array:
+        num_rows = _num_rows.get()
+        if (
+            num_rows is None
+            or x.size // shape.num_inputs not in num_rows.get(shape, ())
+            or x.dtype != dtype
+        ):
+            made: mx.array = product(self, x)
+            return made
+        y = rows_matmul(
+            x,
+            self["weight"],
+            self.get("scales"),
+            self.get("biases"),
+            bits=bits,
+            group_size=group_size,
+            mode=mode,
+        )
+        return y + self["bias"] if "bias" in self else y
+
+    names: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), {method: call, **names, "multiplies_by_rows": True})
+
+
+# The choice
+
+ALL_ROWS = range(1, MAX_ROWS + 1)
+# One row stays with MLX, so that a decode alone has the bits of mlx-lm.
+SEVERAL_ROWS = range(2, MAX_ROWS + 1)
+
+
+def chosen_matmul(option: str, models: Sequence[LanguageModel]) -> Matmul:
+    """What an engine multiplies with, by its option ``matmul``.
+
+    Raises:
+        ArgumentError: an unknown option.
+    """
+    option = ENGINE_OPTIONS["matmul"].domain.check("engine", "matmul", option)
+    linears = Linears.of(models)
+    num_rows = dict.fromkeys(linears.shapes, SEVERAL_ROWS) if option == "rows" else {}
+    return Matmul(linears, num_rows)
