@@ -52,10 +52,11 @@ from mlx_paged.models.kv_cache import (
     warn_unless_it_fits,
     weight_nbytes,
 )
-from mlx_paged.models.matmul import chosen_matmul
+from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.matmul import Matmul, chosen_matmul, deterministic_matmul
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.models.mlx_lm.draft_head import Head
-from mlx_paged.options.config import DEFAULT_KV, DEFAULT_MATMUL, MAX_RUN_TOKENS
+from mlx_paged.options.config import DEFAULT_KV, DEFAULT_MATMUL, MAX_RUN_TOKENS, SchedulerConfig
 from mlx_paged.options.engine_options import EngineOptions
 
 
@@ -116,7 +117,10 @@ def build(
     if ranks.size > 1:
         given = cache_options.get("kv_cache_bytes")
         cache_options["kv_cache_bytes"] = smallest_budget(ranks, given, checked)
-    matmul = chosen_matmul(options.get("matmul", DEFAULT_MATMUL), all_models)
+    if config.deterministic:
+        matmul = _deterministic_matmul(checked, config, ranks)
+    else:
+        matmul = chosen_matmul(options.get("matmul", DEFAULT_MATMUL), all_models)
 
     budget = kv_budget(cache_options.get("kv_cache_bytes"), model, draft_model)
     # Whether the cache can run ahead is not known yet.
@@ -221,6 +225,23 @@ def build(
         run_ahead,
         nbytes_activations,
     )
+
+
+def _deterministic_matmul(model: LanguageModel, config: SchedulerConfig, ranks: Ranks) -> Matmul:
+    """What a deterministic engine multiplies with. Stored K/V belong to its lengths of chunks and
+    of steps.
+
+    Raises:
+        ArgumentError: the bits of a row of the model depend on the others.
+    """
+    if ranks.size > 1:
+        raise ArgumentError(
+            "[engine] deterministic can't be combined with several ranks: each multiplies by MLX's "
+            "sharded layers, in an order that depends on the number of rows",
+            "deterministic",
+        )
+    chunk, num_rows = config.max_num_batched_tokens, config.max_num_mixed_tokens
+    return deterministic_matmul(model, num_rows, f"deterministic, {chunk} and {num_rows} rows")
 
 
 def _open_tier(

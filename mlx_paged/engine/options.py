@@ -144,6 +144,9 @@ def check_deterministic(options: EngineOptions) -> None:
     if given.get("kv") == "basic":
         reason = "the order of its sums depends on the length of a step; use kv='paged'"
         raise _conflict("kv", reason)
+    if given.get("matmul") == "mlx":
+        reason = "MLX's matmul takes other orders for other numbers of rows; leave it out"
+        raise _conflict("matmul", reason)
     if given.get("max_num_seqs", 1) > MAX_STEP_ROWS:
         raise _conflict("max_num_seqs", f"{steps}; {MAX_STEP_ROWS} sequences are the most")
 

@@ -31,7 +31,8 @@ from mlx.nn.layers.quantized import QQLinear, QuantizedEmbedding
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.errors import ArgumentError
+from mlx_paged.models.language_model import LanguageModel, model_type_of
 from mlx_paged.ops import dtype_name
 from mlx_paged.ops.rows_matmul import MAX_ROWS, refusal, rows_matmul
 from mlx_paged.options.engine_options import ENGINE_OPTIONS
@@ -307,6 +308,39 @@ def _by_rows(kind: type[Module], shape: LinearShape) -> type[Module]:
 ALL_ROWS = range(1, MAX_ROWS + 1)
 # One row stays with MLX, so that a decode alone has the bits of mlx-lm.
 SEVERAL_ROWS = range(2, MAX_ROWS + 1)
+
+
+def deterministic_matmul(model: LanguageModel, num_rows: int, name: str) -> Matmul:
+    """``rows_matmul`` for all linear layers of a model in steps of up to ``num_rows`` rows, so that
+    the bits of a row do not depend on the others.
+
+    Raises:
+        ArgumentError: the model has operations in which they do; the message names them.
+    """
+    linears = Linears.of([model])
+    if (why := _why_rows_vary(model, linears)) is not None:
+        raise ArgumentError(
+            f"[engine] deterministic can't be promised for a {model_type_of(model)}: {why}",
+            "deterministic",
+        )
+    return Matmul(linears, dict.fromkeys(linears.shapes, range(1, num_rows + 1)), name)
+
+
+def _why_rows_vary(model: LanguageModel, linears: Linears) -> str | None:
+    """Why the bits of a model's row may depend on the other rows of a step, or ``None``."""
+    if model.state_nbytes:
+        return "its recurrent layers compute several tokens in another order than one"
+    if not model.runs_packed:
+        return "it runs one sequence at a time, in steps of mlx-lm's own"
+    for reason, count in linears.kept.items():
+        return f"MLX multiplies {count} of its linear layers ({reason}), by the number of rows"
+    known = {id(module) for module, _ in linears.modules}
+    for path, module in model.named_modules():
+        arrays = [value for value in module.values() if isinstance(value, mx.array)]
+        is_known = id(module) in known or _own_class(module) in _EMBEDDINGS
+        if not is_known and any(each.ndim > 1 for each in arrays):
+            return f"{path or 'the model'}, a {type(module).__name__}, has weights of its own"
+    return None
 
 
 def chosen_matmul(option: str, models: Sequence[LanguageModel]) -> Matmul:

@@ -94,11 +94,7 @@ class PrefixCache:
         hit, num_cached = NOTHING_COMPUTED, 0
         if self._finds_blocks:
             self._hash_blocks(completion)
-            num_tokens = _num_findable_tokens(completion)
-            hit = self._manager.get_computed_blocks(completion.block_hashes, num_tokens)
-            while num_beyond := hit.num_tokens % self._hit_size:
-                end = (hit.num_tokens - num_beyond) // self._block_size
-                hit = self._manager.get_computed_blocks(completion.block_hashes[:end], num_tokens)
+            hit = self._longest_hit(completion)
             num_cached = hit.num_tokens
         elif self._last_sequence is not None:
             self._hash_blocks(completion)
@@ -186,6 +182,15 @@ class PrefixCache:
         """Drop the kept sequence and the history: all K/V in the pool are lost."""
         self.forget_last()
         self.history.clear()
+
+    def _longest_hit(self, completion: Completion) -> ComputedBlocks:
+        """The longest hit of whole chunks: a chunk may be evicted in part."""
+        num_tokens, hashes = _num_findable_tokens(completion), completion.block_hashes
+        hit = self._manager.get_computed_blocks(hashes, num_tokens)
+        while num_beyond := hit.num_tokens % self._hit_size:
+            hashes = hashes[: (hit.num_tokens - num_beyond) // self._block_size]
+            hit = self._manager.get_computed_blocks(hashes, num_tokens)
+        return hit
 
     def _hash_blocks(self, completion: Completion) -> None:
         """Hash the full blocks; of a deterministic engine, those of whole chunks of the prompt
