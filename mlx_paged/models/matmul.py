@@ -9,7 +9,10 @@ names of classes, which a model's identity covers, stay as well.
 
 from __future__ import annotations
 
+import io
+import re
 import threading
+from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,9 +34,11 @@ from mlx.nn.layers.quantized import QQLinear, QuantizedEmbedding
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from mlx_paged.cache import LayerKV
+from mlx_paged.core import BlockTable
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.language_model import LanguageModel, model_type_of
-from mlx_paged.ops import dtype_name
+from mlx_paged.ops import AttentionMetadata, Parts, device, dtype_name
 from mlx_paged.ops.rows_matmul import MAX_ROWS, refusal, rows_matmul
 from mlx_paged.options.engine_options import ENGINE_OPTIONS
 
@@ -318,29 +323,95 @@ def deterministic_matmul(model: LanguageModel, num_rows: int, name: str) -> Matm
         ArgumentError: the model has operations in which they do; the message names them.
     """
     linears = Linears.of([model])
-    if (why := _why_rows_vary(model, linears)) is not None:
+    made = Matmul(linears, dict.fromkeys(linears.shapes, range(1, num_rows + 1)), name)
+    if (why := _why_rows_vary(model, made)) is not None:
         raise ArgumentError(
-            f"[engine] deterministic can't be promised for a {model_type_of(model)}: {why}",
+            f"[engine] deterministic can't be promised for this {model_type_of(model)}: {why}",
             "deterministic",
         )
-    return Matmul(linears, dict.fromkeys(linears.shapes, range(1, num_rows + 1)), name)
+    return made
 
 
-def _why_rows_vary(model: LanguageModel, linears: Linears) -> str | None:
+# Operations of MLX in which the bits of a row may depend on the number of rows, by their names.
+_VARYING = {
+    "Matmul": "a matmul of its own",
+    "AddMM": "a matmul of its own",
+    "QuantizedMatmul": "a matmul of its own",
+    "GatherMM": "a matmul of experts",
+    "GatherQMM": "a matmul of experts",
+    "Convolution": "a convolution",
+}
+# On a CPU, fast norms are made of these.
+_VARYING_ON_A_GPU = {"Sum": "a sum over a row", "ScaledDotProductAttention": "attention of its own"}
+
+
+def _why_rows_vary(model: LanguageModel, matmul: Matmul) -> str | None:
     """Why the bits of a model's row may depend on the other rows of a step, or ``None``."""
     if model.state_nbytes:
         return "its recurrent layers compute several tokens in another order than one"
     if not model.runs_packed:
-        return "it runs one sequence at a time, in steps of mlx-lm's own"
-    for reason, count in linears.kept.items():
-        return f"MLX multiplies {count} of its linear layers ({reason}), by the number of rows"
-    known = {id(module) for module, _ in linears.modules}
+        return "it runs one sequence at a time, with attention of its own"
+    for reason, count in matmul.linears.kept.items():
+        return f"{count} of its linear layers stay with MLX ({reason})"
+    known = {id(module) for module, _ in matmul.linears.modules}
     for path, module in model.named_modules():
-        arrays = [value for value in module.values() if isinstance(value, mx.array)]
         is_known = id(module) in known or _own_class(module) in _EMBEDDINGS
+        arrays = [value for value in module.values() if isinstance(value, mx.array)]
         if not is_known and any(each.ndim > 1 for each in arrays):
-            return f"{path or 'the model'}, a {type(module).__name__}, has weights of its own"
-    return None
+            return f"{path}, a {type(module).__name__}, has a matrix that it may multiply by itself"
+    varying = _VARYING | ({} if device.is_cpu() else _VARYING_ON_A_GPU)
+    found = next((name for name in varying if name in _operations(model, matmul)), None)
+    return None if found is None else f"it has {varying[found]} ({found})"
+
+
+def _operations(model: LanguageModel, matmul: Matmul) -> set[str]:
+    """The names of MLX's operations in a step of two rows, without those of attention."""
+    step = AttentionMetadata([array("i", [1]), array("i", [2])], [1, 1], [1, 1], block_size=8)
+    layers = [_NoAttention(spec) for spec in model.layer_specs]
+    for layer in layers:
+        layer.open(step)
+    release = matmul.acquire()
+    try:
+        with matmul.running():
+            logits = model(mx.zeros(step.num_tokens, dtype=mx.int32), layers)
+    finally:
+        release()
+    graph = io.StringIO()
+    mx.export_to_dot(graph, logits)
+    return set(re.findall(r'label ?= ?"(\w+)', graph.getvalue()))
+
+
+class _NoAttention(LayerKV):
+    """A layer whose attention returns zeros that depend on Q, K and V."""
+
+    def update(self, k: mx.array, v: mx.array) -> None:
+        raise NotImplementedError
+
+    def stored_rows(self, table: BlockTable) -> tuple[Parts, Parts]:
+        raise NotImplementedError
+
+    def update_and_attend(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        return mx.depends(self.attend(q, scale=scale), [k, v])
+
+    def attend(self, q: mx.array, *, scale: float, sinks: mx.array | None = None) -> mx.array:
+        zeros = mx.zeros((*q.shape[:2], self.spec.value_dim), q.dtype)
+        made: mx.array = mx.depends(zeros, [q])
+        return made
+
+    def update_and_attend_latents(
+        self, q: mx.array, latents: mx.array, rope_keys: mx.array
+    ) -> mx.array:
+        zeros = mx.zeros((*q.shape[:2], latents.shape[2]), q.dtype)
+        made: mx.array = mx.depends(zeros, [q, latents, rope_keys])
+        return made
 
 
 def chosen_matmul(option: str, models: Sequence[LanguageModel]) -> Matmul:
