@@ -34,7 +34,7 @@ SAMPLING = {
 # another group.
 _GROUPS = {
     "model": "model tokenizer dtype adapter_path no_generation_config force skip_check backend",
-    "answers": "seed system_prompt no_thinking",  # and the sampling parameters
+    "answers": "seed deterministic system_prompt no_thinking",  # and the sampling parameters
     "memory and context": """kv_cache_bytes max_model_len kv_format window num_sink_tokens
         wired_limit preallocate block_size kv swap_bytes""",
     "what is kept": """cache_dir cache_dir_size cache_dir_ttl cache_dir_writes prompt_cache_file

@@ -56,6 +56,7 @@ from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.matmul import Matmul, chosen_matmul, deterministic_matmul
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.models.mlx_lm.draft_head import Head
+from mlx_paged.ops import device
 from mlx_paged.options.config import DEFAULT_KV, DEFAULT_MATMUL, MAX_RUN_TOKENS, SchedulerConfig
 from mlx_paged.options.engine_options import EngineOptions
 
@@ -117,7 +118,8 @@ def build(
     if ranks.size > 1:
         given = cache_options.get("kv_cache_bytes")
         cache_options["kv_cache_bytes"] = smallest_budget(ranks, given, checked)
-    if config.deterministic:
+    deterministic = config.deterministic
+    if deterministic:
         matmul = _deterministic_matmul(checked, config, ranks)
     else:
         matmul = chosen_matmul(options.get("matmul", DEFAULT_MATMUL), all_models)
@@ -126,10 +128,14 @@ def build(
     # Whether the cache can run ahead is not known yet.
     num_copies = num_state_copies(checked, config, run_ahead is not False)
     cache = make_engine_cache(model, kv, draft_model, cache_options, num_copies)
+    if deterministic:
+        _check_backend(cache)
+        cache.max_single_run = MAX_RUN_TOKENS
     states = None
     if num_copies:
         states = make_states(checked, cache, config, budget, num_copies, draft)
-    manager = KVCacheManager(cache.pool, cache.config.retentions, states)
+    whole_run = config.max_num_batched_tokens if deterministic else 1
+    manager = KVCacheManager(cache.pool, cache.config.retentions, states, whole_run)
     run_ahead = cache.can_run_ahead if run_ahead is None else run_ahead
 
     # Reads all weights, so at most once, and only if it is needed.
@@ -157,9 +163,6 @@ def build(
         drafter = kind(draft, cache, manager)
     elif draft is not None:
         drafter = DraftModel(draft, cache, manager)
-    if config.deterministic:
-        cache.max_single_run = MAX_RUN_TOKENS
-    deterministic = config.deterministic
     runner = ModelRunner(model, cache, manager, swap_space, drafter, matmul, deterministic)
     speculation = speculation_of(
         config.num_draft_tokens, checked, drafter, run_ahead, ranks.size == 1
@@ -201,7 +204,14 @@ def build(
     steps = Steps(runner, scheduler, reports, latencies, run_ahead, budgets, ranks, disk_tier)
     finds_prefixes = config.enable_prefix_caching
     snapshots = Snapshots(
-        model, identities, cache, manager, finds_prefixes, ranks, matmul.computed_by
+        model,
+        identities,
+        cache,
+        manager,
+        finds_prefixes,
+        ranks,
+        matmul.computed_by,
+        deterministic,
     )
     largest = config.max_num_batched_tokens
     context = largest if max_model_len is None else min(largest, max_model_len)
@@ -242,6 +252,20 @@ def _deterministic_matmul(model: LanguageModel, config: SchedulerConfig, ranks: 
         )
     chunk, num_rows = config.max_num_batched_tokens, config.max_num_mixed_tokens
     return deterministic_matmul(model, num_rows, f"deterministic, {chunk} and {num_rows} rows")
+
+
+def _check_backend(cache: KVCache) -> None:
+    """Refuse MLX's own attention of decodes on a GPU to a deterministic engine.
+
+    Raises:
+        ArgumentError: the cache has it.
+    """
+    if cache.backend is not None and cache.backend.name == "reference" and not device.is_cpu():
+        raise ArgumentError(
+            "[engine] deterministic needs the Metal backend on a GPU: plain MLX sums in an order "
+            "that depends on the number of rows",
+            "backend",
+        )
 
 
 def _open_tier(

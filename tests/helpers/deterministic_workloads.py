@@ -26,7 +26,13 @@ from mlx_paged.request import RequestOutput
 
 # Shorter than an engine's, so that short prompts have several chunks.
 CHUNK, NUM_ROWS = 32, 12
-SIZES = CONFIG | {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
+SIZES = CONFIG | {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+}
 
 
 def shorten_steps(monkeypatch: pytest.MonkeyPatch) -> None:
