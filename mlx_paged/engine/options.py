@@ -136,7 +136,9 @@ def check_deterministic(options: EngineOptions) -> None:
     deterministic = given.get("deterministic", False)
     if not ENGINE_OPTIONS["deterministic"].domain.check("engine", "deterministic", deterministic):
         return
-    steps = f"its steps are chunks of {CHUNK_TOKENS} tokens of a prompt, and up to {MAX_STEP_ROWS} rows"
+    steps = (
+        f"its steps are chunks of {CHUNK_TOKENS} tokens of a prompt, and up to {MAX_STEP_ROWS} rows"
+    )
     reasons = dict.fromkeys((*_STEP_SIZES, *_BUDGET_OPTIONS), f"{steps}; leave it out")
     for name, reason in reasons.items():
         if given.get(name) is not None:

@@ -322,7 +322,9 @@ class AttentionMetadata:
                 seqs.append(seq)
                 begins.append(begin)
                 ends.append(begin + size)
-                logit_counts.append(num_logits if size > 1 else int(query_len - begin <= num_logits))
+                logit_counts.append(
+                    num_logits if size > 1 else int(query_len - begin <= num_logits)
+                )
         return replace(
             self.runs_of(seqs, begins, ends),
             shares_new_blocks=True,

@@ -77,8 +77,21 @@ def model_of(kind: str) -> qwen3.Model:
     return model
 
 
-def workload(seed: int, num_requests: int, **changes: Any) -> Workload:
+# The options that an answer depends on.
+SEEN = ("block_size", "kv_format", "window", "num_sink_tokens")
+
+
+def workload(seed: int, num_requests: int, max_tokens: int = 30, **changes: Any) -> Workload:
+    """
+    Args:
+        max_tokens: the most tokens of an answer.
+        changes: of the engine's options.
+    """
     made = Workload(seed, num_requests, SIZES["vocab_size"])
+    for ask in made.asks.values():
+        ask.params["max_tokens"] = min(ask.params["max_tokens"], max_tokens)
+        ask.params["min_tokens"] = min(ask.params.get("min_tokens", 0), max_tokens)
+        ask.params.setdefault("logprobs", 0)
     names = ("block_size", "kv_cache_bytes", "swap_bytes", "watermark")
     made.options = {name: made.options[name] for name in names}
     made.options |= {"deterministic": True, "max_num_seqs": 6, **changes}
@@ -88,22 +101,25 @@ def workload(seed: int, num_requests: int, **changes: Any) -> Workload:
 def alone(model: Any, ask: Ask, options: dict[str, Any]) -> RequestOutput:
     """The output of a request in an engine of its own, without drafts and without hits."""
     known = known_of(model)
-    key = "alone", tuple(ask.tokens), repr(ask.params), options["block_size"]
+    seen = {name: options[name] for name in SEEN if name in options}
+    key = "alone", tuple(ask.tokens), repr(ask.params), repr(seen)
     if key not in known:
         single = Workload(0, 0, SIZES["vocab_size"])
         single.asks = {"0": Ask(ask.tokens, ask.params, comes_at=0)}
         single.options = {
             "deterministic": True,
-            "block_size": options["block_size"],
             "kv_cache_bytes": "400blocks",
             "max_num_seqs": 6,
+            **seen,
         }
         known[key] = single.run(model).outputs["0"]
     return known[key]
 
 
-def compare(model: Any, asked: Workload, drafts: bool = False) -> Run:
-    """Run a workload, and compare each answer with that of its request alone, bit for bit."""
+def compare(model: Any, asked: Workload) -> Run:
+    """Run a workload, and compare each answer with that of its request alone, bit for bit. Drafts
+    are often right, if there are any.
+    """
     expected = {name: alone(model, ask, asked.options) for name, ask in asked.asks.items()}
     answers = {
         (name, each.index): each.token_ids
@@ -111,7 +127,8 @@ def compare(model: Any, asked: Workload, drafts: bool = False) -> Run:
         for each in output.outputs
     }
     speculation = eager_speculation(SIZES["vocab_size"], knows(answers), asked.seed)
-    run = asked.run(model, **({"speculation": speculation} if drafts else {}))
+    has_drafts = "num_draft_tokens" in asked.options
+    run = asked.run(model, **({"speculation": speculation} if has_drafts else {}))
     for name, output in run.outputs.items():
         assert_same_bits(output, expected[name])
     return run
