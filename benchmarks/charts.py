@@ -10,6 +10,7 @@ says, one after another, with OpenBLAS for those of random weights where Linux h
 LD_PRELOAD names. A chart is of one setting, which it says below; the JSON has all of it. Pages mark
 the tables and sentences that are written from the same files (`lib/doc_figures.py`).
 
+    few-rows      few_rows: estimates of what a step costs over its rows
     approaches    approaches: longest context, tokens per second, times to first token, K/V
     serving       throughput_curves: speed and K/V over requests at once, first tokens over
                   shared prefix
@@ -33,7 +34,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.lib.card import COMMAND
-from benchmarks.lib.chart_panels import draw_approaches, draw_restart, draw_serving
+from benchmarks.lib.chart_panels import draw_approaches, draw_few_rows, draw_restart, draw_serving
 from benchmarks.lib.chart_style import save
 from benchmarks.lib.doc_figures import write_figures
 
@@ -54,6 +55,7 @@ class Chart:
 # Each takes less than 8 minutes. A long prompt is measured twice, in folders of its own.
 _QWEN3 = ("restart", "--model", "qwen3-0.6b", "--dtype", "float32", "--turns", "1", "--lengths")
 CHARTS = {
+    "few-rows": Chart(draw_few_rows, "few-rows-estimates.json", (("few_rows",),)),
     "approaches": Chart(draw_approaches, "approaches-demo-cpu.json", (("approaches",),)),
     "serving": Chart(draw_serving, "throughput-curves-cpu.json", (("throughput_curves",),), True),
     "restart-demo": Chart(draw_restart, "restart-demo-cpu.json", (("restart",),)),

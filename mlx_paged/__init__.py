@@ -26,10 +26,12 @@ _HOME_OF = {
     "GenerationResponse": "mlx_paged.generation",
     "LLM": "mlx_paged.llm",
     "SamplingParams": "mlx_paged.options.sampling_params",
+    "PoolingParams": "mlx_paged.options.sampling_params",
     "RequestOutputKind": "mlx_paged.options.sampling_params",
     "StructuredOutputsParams": "mlx_paged.options.sampling_params",
     "RequestOutput": "mlx_paged.request",
     "CompletionOutput": "mlx_paged.request",
+    "PoolingRequestOutput": "mlx_paged.request",
     "Engine": "mlx_paged.engine.engine",
     "AsyncEngine": "mlx_paged.engine.async_engine",
     "make_sampler": "mlx_lm.sample_utils",
@@ -53,11 +55,12 @@ if TYPE_CHECKING:
     from mlx_paged.models.kv_cache import make_kv_cache
     from mlx_paged.models.run_step import run_step
     from mlx_paged.options.sampling_params import (
+        PoolingParams,
         RequestOutputKind,
         SamplingParams,
         StructuredOutputsParams,
     )
-    from mlx_paged.request import CompletionOutput, RequestOutput
+    from mlx_paged.request import CompletionOutput, PoolingRequestOutput, RequestOutput
 
 
 __all__ = [
@@ -67,6 +70,8 @@ __all__ = [
     "Engine",
     "GenerationResponse",
     "KVCacheConfig",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",

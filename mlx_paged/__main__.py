@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from importlib import import_module
 from pathlib import Path
 
 from mlx_paged import __version__
+from mlx_paged.cli.completion import complete
 from mlx_paged.cli.streams import OutputLostError, give_up_output, prepare_streams, say, write
 from mlx_paged.errors import shown
 
@@ -21,7 +23,11 @@ commands:
   serve       serve a model over the OpenAI and Anthropic APIs: serve MODEL
   fit         tell whether a model fits on this machine, before it is downloaded or loaded
   list        list the models on this machine, and whether they fit
+  pull        download a model, or the rest of it
+  rm          remove a downloaded model
   cache       inspect and maintain a folder of K/V blocks (--cache-dir)
+  service     have the system run a server: service install [flags of serve]
+  completion  print what completes these commands: completion bash, zsh or fish
 
   --help, -h  show this help; {prog} chat --help lists the flags of a command
   --version   the version of mlx_paged"""
@@ -30,11 +36,13 @@ commands:
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit status: 2 for a command that does not exist."""
     prepare_streams()
+    if "_ARGCOMPLETE" in os.environ:
+        complete(COMMANDS)
     command, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     called = Path(sys.argv[0]).name
     prog = called if called == "mlx-paged" else "python -m mlx_paged"
     if command in COMMANDS:
-        module, name = COMMANDS[command]
+        module, name, _ = COMMANDS[command]
         status: int = getattr(import_module(module), name)(rest, f"{prog} {command}")
         return status
     texts = {"--version": f"mlx_paged {__version__}"}
@@ -55,13 +63,17 @@ def main(argv: list[str] | None = None) -> int:
     return 2
 
 
-# The module and the function of each command.
+# For each command its module, its function, and the one that makes its parser.
 COMMANDS = {
-    "chat": ("mlx_paged.cli.chat.program", "main"),
-    "serve": ("mlx_paged.server", "main"),
-    "fit": ("mlx_paged.cli.fit.program", "main"),
-    "list": ("mlx_paged.cli.fit.program", "main_of_list"),
-    "cache": ("mlx_paged.cli.cache.program", "main"),
+    "chat": ("mlx_paged.cli.chat.program", "main", "setup_arg_parser"),
+    "serve": ("mlx_paged.router.program", "main", "setup_arg_parser"),
+    "fit": ("mlx_paged.cli.fit.program", "main", "setup_arg_parser"),
+    "list": ("mlx_paged.cli.fit.program", "main_of_list", "setup_list_parser"),
+    "pull": ("mlx_paged.cli.models", "main_of_pull", "setup_pull_parser"),
+    "rm": ("mlx_paged.cli.models", "main_of_rm", "setup_rm_parser"),
+    "cache": ("mlx_paged.cli.cache.program", "main", "setup_arg_parser"),
+    "service": ("mlx_paged.cli.service", "main", "setup_arg_parser"),
+    "completion": ("mlx_paged.cli.completion", "main", "setup_arg_parser"),
 }
 
 
@@ -69,11 +81,11 @@ COMMANDS = {
 ELSEWHERE = {
     **dict.fromkeys(("run", "generate"), "type {prog} chat {rest}"),
     "server": "type {prog} serve {rest}",
-    "pull": "type hf download {rest}; chat --model and serve download what they need, too",
+    **dict.fromkeys(("download", "get"), "type {prog} pull {rest}"),
     **dict.fromkeys(("ls", "models"), "type {prog} list"),
     "ps": "type curl http://127.0.0.1:8000/v1/models, which a server answers while it runs",
     "stop": "a server ends with Ctrl-C, or with kill and its process id",
-    "rm": "type hf cache rm model/REPO; {prog} list lists the models",
+    **dict.fromkeys(("remove", "delete"), "type {prog} rm {rest}"),
     "show": "type {prog} fit {rest}",
 }
 

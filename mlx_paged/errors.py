@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import traceback
 
+# The exit status of a process whose engine was in the middle of a step that did not end.
+STUCK_STATUS = 70
 MAX_SHOWN = 80  # characters of a value in a message
 MAX_QUOTED = 300  # characters of another error's text in a message
 # Control characters and line separators; and those that reverse the order of what follows, which
@@ -165,6 +167,26 @@ def forget_frames(error: BaseException, where: str | None = None) -> None:
         link = link.__cause__ or link.__context__
 
 
+class EngineStoppedError(RuntimeError):
+    """The engine was shut down, or stopped by a failure, which is then the ``__cause__``."""
+
+
+class StructuredOutputError(ValueError):
+    """An answer can't be continued within its grammar."""
+
+
+class ChatTemplateError(ValueError):
+    """A message has a wrong form, or the template fails or rejects the messages.
+
+    Attributes:
+        argument: what can't be written, ``"messages"`` or ``"tools"``.
+    """
+
+    def __init__(self, message: str, argument: str = "messages"):
+        super().__init__(message)
+        self.argument = argument
+
+
 class CacheFullError(RuntimeError):
     """What a step would add exceeds the budget; nothing was changed.
 
@@ -191,23 +213,31 @@ def prompt_too_long(
 
 
 def prompt_beyond_context(
-    num_tokens: int | str, max_model_len: int, context_length: int | None
+    num_tokens: int | str,
+    max_model_len: int,
+    context_length: int | None,
+    has_answer: bool = True,
 ) -> PromptTooLongError:
     """The error for a prompt that is as long as ``max_model_len`` or longer.
 
     Args:
         num_tokens: of the prompt; a text such as ``"more than 5120"`` if they were not all counted.
         context_length: the maximum of ``max_model_len``, if there is one.
+        has_answer: whether tokens are generated after it.
     """
     way_out = "shorten the prompt or raise max_model_len"
     if context_length is not None:
         way_out += f", which may be {context_length}"
         if max_model_len >= context_length:
             way_out = "the model was made for no more; shorten the prompt"
+    words = (
+        f"leaves no room for an answer: prompt and answer have at most {max_model_len} tokens "
+        "together"
+    )
+    if not has_answer:
+        words = f"is too long: it may have at most {max_model_len}"
     return PromptTooLongError(
-        f"[context] a prompt of {num_tokens} tokens leaves no room for an answer: prompt and "
-        f"answer have at most {max_model_len} tokens together; {way_out}",
-        "max_model_len",
+        f"[context] a prompt of {num_tokens} tokens {words}; {way_out}", "max_model_len"
     )
 
 

@@ -9,20 +9,27 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self, Unpack
+from typing import Any, NamedTuple, Self, TypeVar, Unpack
 
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.answers.chat_template import NO_TEMPLATE, ChatTemplateError, encode_chat
+from mlx_paged.answers.chat_template import NO_TEMPLATE, encode_chat
 from mlx_paged.block_store.worker import SECONDS_AT_EXIT
 from mlx_paged.distributed import launched_ranks
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.input_processor import Prompt, split_prompts
 from mlx_paged.engine.stats import EngineStats
-from mlx_paged.engine.thread import EngineStoppedError, run_in_engine_thread
-from mlx_paged.errors import ArgumentError, forget_frames, shown
+from mlx_paged.engine.thread import run_in_engine_thread
+from mlx_paged.errors import (
+    ArgumentError,
+    ChatTemplateError,
+    EngineStoppedError,
+    forget_frames,
+    shown,
+)
 from mlx_paged.loading import load_draft_model, load_for
+from mlx_paged.loading.pooling import TASK, Task, read_embedder, read_reranker, score_of
 from mlx_paged.options.argument_values import (
     BOOL,
     Domain,
@@ -34,22 +41,29 @@ from mlx_paged.options.argument_values import (
 )
 from mlx_paged.options.engine_options import EngineOptions
 from mlx_paged.options.foreign_arguments import NoOptions, refuse_unknown
-from mlx_paged.options.sampling_params import RequestOutputKind, SamplingParams
-from mlx_paged.request import CompletionOutput, RequestOutput
+from mlx_paged.options.sampling_params import PoolingParams, RequestOutputKind, SamplingParams
+from mlx_paged.request import (
+    CompletionOutput,
+    EmbeddingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+)
 
 # Batches with at least this many prompts show a progress bar, on a terminal or in a notebook.
 LONG_BATCH = 10
 
 Message = Mapping[str, Any]
+P = TypeVar("P")
 
 
 class _PromptRequest(NamedTuple):
     """A prompt, or the error of one that failed before, and its other arguments."""
 
     prompt: Prompt | Exception
-    params: SamplingParams | None
-    priority: int
-    no_store: bool
+    params: SamplingParams | PoolingParams | None
+    priority: int = 0
+    no_store: bool = False
 
 
 class LLM:
@@ -78,6 +92,8 @@ class LLM:
             instead of the model's own.
         skip_check: run a model or a draft model that is loaded here even if the check at load
             refuses it; see :func:`mlx_paged.load`.
+        task: what a model whose files don't say it is for: ``"score"`` for a Qwen3-Reranker under
+            another name. Any model that gives hidden rows takes :meth:`embed`.
         draft_model: a small model with the same tokenizer, or a head of the model, that generates
             drafts: a folder, a hub id, a loaded model, or ``"auto"`` for the head in the model's
             own folder; see :class:`Engine`.
@@ -97,6 +113,7 @@ class LLM:
         tokenizer_path: str | Path | None = None,
         skip_check: bool = False,
         draft_model: str | Path | Module | None = None,
+        task: Task | None = None,
         **engine_options: Unpack[EngineOptions],
     ):
         refuse_unknown(LLM, engine_options, EngineOptions.__annotations__)
@@ -130,6 +147,7 @@ class LLM:
             tokenizer = tokenizer or loaded_tokenizer
         loaded = load_draft_model(draft_model, tokenizer, model, skip_check=skip_check)
         self.engine = Engine(model, tokenizer, draft_model=loaded, **engine_options)
+        self._task = TASK.check("llm", "task", task)
         self._request_ids = map(str, itertools.count())
         self._turn = threading.Lock()
 
@@ -248,6 +266,85 @@ class LLM:
 
         return self.engine.share(partial(self._complete, read, use_tqdm, raise_on_error))
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        dimensions: int | None = None,
+        *,
+        prompt_name: str | None = None,
+        use_tqdm: bool | None = None,
+        **unknown: Unpack[NoOptions],
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        """Embed prompts as one batch; returns the outputs in the order of the prompts.
+
+        An embedding is the hidden row of the last token, with length 1 unless the model's folder
+        says otherwise. Any model whose sequences run packed has one; those of a model that was not
+        trained for it say little of a text.
+
+        Args:
+            prompts: as of :meth:`generate`. The tokenizer of an embedder appends its end token to
+                texts; token ids are taken as they are.
+            dimensions: how many numbers of each embedding, the first ones, are kept before it is
+                normalised; ``None`` for all.
+            prompt_name: a prompt of the model's ``config_sentence_transformers.json`` that is put
+                before each text, such as ``"query"``; by default what the file says, and ``""`` for
+                none.
+            use_tqdm: as of :meth:`generate`.
+
+        Raises:
+            ValueError: the model gives no embeddings, an argument is out of its range, or a prompt
+                is empty or too long.
+            EngineStoppedError, RuntimeError, KeyboardInterrupt: as :meth:`generate`.
+        """
+        if unknown:
+            refuse_unknown(LLM.embed, unknown)
+
+        def read() -> Sequence[_PromptRequest]:
+            embedder = read_embedder(self.engine.runner.model, self.tokenizer)
+            params, before = embedder.params(dimensions), embedder.text_before(prompt_name)
+            given = split_prompts(prompts)
+            return [
+                _PromptRequest(before + each if isinstance(each, str) else each, params)
+                for each in given
+            ]
+
+        outputs = self.engine.share(partial(self._complete, read, use_tqdm, True))
+        return [_pooled(output, EmbeddingOutput(output.pooled or [])) for output in outputs]
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        /,
+        *,
+        instruction: str | None = None,
+        use_tqdm: bool | None = None,
+        **unknown: Unpack[NoOptions],
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """Score documents with a Qwen3-Reranker: from 0 to 1, how well each answers its query.
+
+        Args:
+            queries: one for all documents, or one for each.
+            instruction: what makes a document relevant; by default, for a web search.
+            use_tqdm: as of :meth:`generate`.
+
+        Raises:
+            ValueError: the model is not a Qwen3-Reranker, an argument has another type, or a prompt
+                is too long.
+            EngineStoppedError, RuntimeError, KeyboardInterrupt: as :meth:`generate`.
+        """
+        if unknown:
+            refuse_unknown(LLM.score, unknown)
+
+        def read() -> Sequence[_PromptRequest]:
+            model, is_declared = self.engine.runner.model, self._task == "score"
+            reranker = read_reranker(model, self.tokenizer, is_declared)
+            requests = reranker.requests(queries, documents, instruction)
+            return list(itertools.starmap(_PromptRequest, requests))
+
+        outputs = self.engine.share(partial(self._complete, read, use_tqdm, True))
+        return [_pooled(each, ScoringOutput(score_of(each.pooled or []))) for each in outputs]
+
     def stats(self) -> EngineStats:
         """Statistics of the K/V pool, the prefix cache, and running and waiting requests."""
         return self.engine.stats()
@@ -313,6 +410,7 @@ class LLM:
                                 _raise_if_failed(output, requests)
                             outputs[output.request_id] = output
                             num_tokens += sum(len(one.token_ids) for one in output.outputs)
+                            num_tokens += len(output.prompt_token_ids if output.pooled else ())
                             seconds = max(1e-9, bar.format_dict["elapsed"])
                             bar.set_postfix_str(f"{num_tokens / seconds:.1f} tok/s")
                             bar.update()
@@ -321,6 +419,12 @@ class LLM:
                 self.engine.drop(requests)
                 raise
         return [outputs[request_id] for request_id in requests]
+
+
+def _pooled(output: RequestOutput, pooled: P) -> PoolingRequestOutput[P]:
+    return PoolingRequestOutput(
+        output.request_id, pooled, output.prompt_token_ids, output.num_cached_tokens
+    )
 
 
 def _is_notebook() -> bool:
@@ -403,7 +507,7 @@ def _failed(
         raise error
     request = requests[request_id]
     text, token_ids = _as_given(request.prompt)
-    num_completions = request.params.n if request.params is not None else 1
+    num_completions = request.params.n if isinstance(request.params, SamplingParams) else 1
     completions = [
         CompletionOutput(index, finish_reason="error") for index in range(num_completions)
     ]

@@ -9,10 +9,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from operator import add
-from typing import Literal, NamedTuple, Self, TypeAlias, overload
+from typing import Generic, Literal, NamedTuple, Self, TypeAlias, TypeVar, overload
 
 from mlx_paged.options.argument_values import Domain, or_none, whole
 
+P = TypeVar("P")
 MAX_PRIORITY = 2**31 - 1
 
 SeqId = Hashable
@@ -308,10 +309,14 @@ class RequestOutput(_Copied):
         error: the error of the request, or of some of its completions. Calls raise it
             (:meth:`raise_if_failed`), except those with ``raise_on_error=False``, and
             :meth:`Engine.step`, whose requests belong to different readers.
-        time_to_first_token: seconds from the request's arrival; ``None`` until there is a token.
+        time_to_first_token: seconds from the request's arrival to its first token, or to what is
+            pooled; ``None`` until there is one. For ``queue_time`` of them it had not run yet.
+        decode_time: seconds from the first token to the latest one, of any completion.
         prompt_logprobs: for each prompt token that is computed, the log-probabilities of the most
             likely tokens at its position and its own; ``None`` for the first token. ``None`` if
             they were not requested.
+        pooled: the embedding, or the logits, of a request with ``PoolingParams``, once it is
+            finished; the completion is empty then. ``None`` for other requests.
     """
 
     request_id: str
@@ -322,12 +327,46 @@ class RequestOutput(_Copied):
     num_cached_tokens: int = 0
     error: Exception | None = None
     time_to_first_token: float | None = None
+    queue_time: float | None = None
+    decode_time: float = 0.0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     prefix_report: PrefixReport | None = None
     num_read_tokens: int = 0
+    pooled: list[float] | None = None
 
     def raise_if_failed(self) -> None:
         """Raise the request's error, unless some of its completions did not fail."""
         has_failed = all(completion.finish_reason == "error" for completion in self.outputs)
         if self.error is not None and has_failed:
             raise self.error
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """The embedding of a prompt, ``[dimensions]``."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True)
+class ScoringOutput:
+    """How well a document answers a query, from 0 to 1."""
+
+    score: float
+
+
+@dataclass(frozen=True)
+class PoolingRequestOutput(Generic[P]):
+    """The answer to a request that generates no tokens.
+
+    Args:
+        outputs: the embedding or the score.
+        num_cached_tokens: prompt tokens whose K/V were found in the prefix cache.
+        finished: always true; as in vLLM.
+    """
+
+    request_id: str
+    outputs: P
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True

@@ -21,8 +21,7 @@ from mlx_lm.utils import load_model
 
 from mlx_paged import StructuredOutputsParams, demo_model_path
 from mlx_paged.cache import PromptTooLongError
-from mlx_paged.engine.thread import EngineStoppedError
-from mlx_paged.errors import ArgumentError
+from mlx_paged.errors import ArgumentError, EngineStoppedError
 from mlx_paged.llm import LLM
 from mlx_paged.models import qwen3
 from mlx_paged.options.sampling_params import SamplingParams

@@ -31,7 +31,7 @@ from mlx_paged.options.sampling_params import SamplingParams
 T = TypeVar("T")
 CACHES: dict[str, Callable[[], mx.array]] = {
     "first_fence": kernels.first_fence,
-    "_scalar": lambda: kernels._scalar(0.125),
+    "scalar": lambda: kernels.scalar(0.125),
     "_no_sinks": lambda: kernels._no_sinks(2),
 }
 CONTAINERS = (dict, list, tuple, set, frozenset, MappingProxyType, CellType, functools.partial)

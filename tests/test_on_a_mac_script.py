@@ -80,7 +80,7 @@ def test_an_interrupt_leaves_what_there_is(tmp_path):
     rest = process.stderr.read()
     assert process.wait(60) == 0, rest
     sections = json.loads(out.with_suffix(".json").read_text())["sections"]
-    assert list(sections) == ["device", "writes", "bandwidth"]
+    assert list(sections) == ["device", "few rows", "writes", "bandwidth"]
     assert sections["bandwidth"]["ended"] == "interrupted"
     assert "Not complete: interrupted." in out.with_suffix(".md").read_text()
 
@@ -223,7 +223,23 @@ def test_the_cost_of_rows_is_measured_for_each_kind_of_the_table(monkeypatch):
         assert all(cost > 0 for _, cost in row["costs"])
 
 
+def test_matmuls_of_few_rows_are_measured_by_bits_and_rows(monkeypatch):
+    monkeypatch.setattr(mac_kernels, "MATMUL_ROWS", (1, 4))
+    rows = list(mac_kernels.measure_few_rows(64, 1, 1))
+    assert [(row["bits"], row["same_bits"]) for row in rows] == [(4, True), (8, True), (16, True)]
+    assert rows[0]["shape"] == "64 x 192, affine 4 bits"
+    for row in rows:
+        for side in (row["mlx"], row["rows"]):
+            assert [count for count, _ in side] == [1, 4] and all(us > 0 for _, us in side)
+
+
 # The card
+
+
+def few_rows(generation: int, four: float, one: float = 10.0, same_bits: bool = True) -> dict:
+    sides = {"mlx": [[1, 10.0], [4, 20.0]], "rows": [[1, one], [4, four]]}
+    shape = {"shape": "64 x 192, affine 4 bits", "bits": 4}
+    return {"generation": generation, "same_bits": same_bits} | shape | sides
 
 
 ATTENTION = {
@@ -326,6 +342,29 @@ VERDICTS = {
                 "Most threads, of one: 256 (expected: 384 to 1024): OTHERWISE.",
             ],
         )
+    ],
+    "few rows": [
+        (
+            result(few_rows(13, 11.6)),
+            [
+                "64 x 192, affine 4 bits, 1 4 rows over one by MLX: MLX 1.00 2.00; rows_matmul "
+                "1.00 1.16.",
+                "rows_matmul with 4 rows takes 1.16 of one row by MLX (expected: at most 1.25) and "
+                "0.58 of 4 by MLX (at most 0.8), one row 1.00 (at most 1.03): as estimated.",
+            ],
+        ),
+        (
+            result(few_rows(14, 11.6, one=10.5), few_rows(16, 13.0, same_bits=False)),
+            [
+                "64 x 192, affine 4 bits, 1 4 rows over one by MLX: MLX 1.00 2.00; rows_matmul "
+                "1.05 1.16.",
+                "rows_matmul with 4 rows takes 1.16 of one row by MLX (expected: at most 1.25) and "
+                "0.58 of 4 by MLX (at most 0.8), one row 1.05 (at most 1.03): REFUTED.",
+                "64 x 192, affine 4 bits, 1 4 rows over one by MLX: MLX 1.00 2.00; rows_matmul "
+                "1.00 1.30.",
+                "WRONG: 64 x 192, affine 4 bits: the bits of a row depend on the others.",
+            ],
+        ),
     ],
     "row costs": [
         (

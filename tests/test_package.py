@@ -66,6 +66,7 @@ def test_imports_go_one_way():
     order = [
         "__main__",
         "chat",
+        "router",
         "server",
         "cli.chat",
         "cli.cache",

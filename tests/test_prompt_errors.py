@@ -20,10 +20,8 @@ from mlx_paged import (
     generate,
     stream_generate,
 )
-from mlx_paged.answers.chat_template import ChatTemplateError
 from mlx_paged.cache import PromptTooLongError
-from mlx_paged.engine.thread import EngineStoppedError
-from mlx_paged.errors import ArgumentError
+from mlx_paged.errors import ArgumentError, ChatTemplateError, EngineStoppedError
 from mlx_paged.generation import generate_step
 
 GOOD = "Once upon a time"

@@ -642,7 +642,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 def fingerprint() -> str:
     """Of the kernels and of how they are launched, so that figures of other ones are recognised."""
     digest = hashlib.sha256()
-    digest.update(kernels.header().encode())
+    digest.update(kernels.header("paged_attention").encode())
     for name in kernels.KERNELS:
         digest.update(kernels.body(name).encode())
     for module in (kernels, attention_plan):

@@ -162,6 +162,41 @@ def _draw_shared_prefix(axes: Axes, shared: list[dict[str, Any]]) -> None:
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, handlelength=2.5)
 
 
+# Few rows
+
+SHOWN_CHIPS = ("M1 Max", "M3 Max", "M4 Pro", "M5 Max")
+
+
+def draw_few_rows(result: dict[str, Any]) -> Figure:
+    """The cost of steps over rows, of 4 bits; the fainter lines are of 8 bits."""
+    rows = {(row["chip"], row["bits"]): row["costs"] for row in result["results"]}
+    figure, panels = style.make_panels(len(SHOWN_CHIPS), 3.4, sharey=True)
+    for axes, chip in zip(panels, SHOWN_CHIPS, strict=True):
+        for bits, width in ((4, 2.0), (8, 0.9)):
+            for matmul, colour in (("mlx", style.THEIRS), ("rows", style.OURS)):
+                costs = rows[chip, bits][matmul]
+                name = {"mlx": "MLX", "rows": "rows_matmul"}[matmul]
+                axes.plot(
+                    list(map(int, costs)),
+                    list(costs.values()),
+                    "o-",
+                    color=colour,
+                    linewidth=width,
+                    markersize=2 * width,
+                    label=f"{name}, {bits} bits",
+                )
+        style.powers_of_two(axes, [1, 2, 4, 8, 16])
+        axes.set_title(chip)
+        axes.set_xlabel("rows of a step")
+        axes.set_ylim(bottom=0)
+    panels[0].set_ylabel("cost over one row by MLX")
+    panels[1].legend(loc="upper left")
+    setting = result["setting"]
+    text = f"{setting['figures']}. Time: {setting['time']}.\nLayers: {setting['layers']}; weights: "
+    style.write_setting(figure, text + setting["weights"])
+    return figure
+
+
 # Restart
 
 WAYS = (

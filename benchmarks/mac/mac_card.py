@@ -14,6 +14,7 @@ from benchmarks.mac.mac_sections import (
     BASIC,
     BASIC_AHEAD,
     BUILT,
+    BY_MLX,
     LONG_PROMPT,
     MLX_LM,
     OURS,
@@ -68,6 +69,34 @@ def verdict_on_questions(rows: list[Row]) -> list[str]:
     return lines
 
 
+# On M1 and M2, 4 bits: what refutes the estimates of `few_rows.py`.
+MOST_FOR_4_ROWS, MOST_OF_MLX, MOST_FOR_1_ROW = 1.25, 0.8, 1.03
+
+
+def verdict_on_few_rows(rows: list[Row]) -> list[str]:
+    lines = []
+    for row in rows:
+        by_mlx, by_kernel = (dict(map(tuple, row[name])) for name in ("mlx", "rows"))
+        one = by_mlx[1]
+        texts = [
+            f"{name} {' '.join(f'{us / one:.2f}' for us in side.values())}"
+            for name, side in (("MLX", by_mlx), ("rows_matmul", by_kernel))
+        ]
+        counts = " ".join(map(str, by_mlx))
+        lines.append(f"{row['shape']}, {counts} rows over one by MLX: {'; '.join(texts)}.")
+        if not row["same_bits"]:
+            lines.append(f"WRONG: {row['shape']}: the bits of a row depend on the others.")
+        if row["bits"] == 4 and row["generation"] in (13, 14):
+            four, of_mlx, alone = by_kernel[4] / one, by_kernel[4] / by_mlx[4], by_kernel[1] / one
+            holds = four <= MOST_FOR_4_ROWS and of_mlx <= MOST_OF_MLX and alone <= MOST_FOR_1_ROW
+            lines.append(
+                f"rows_matmul with 4 rows takes {four:.2f} of one row by MLX (expected: at most "
+                f"{MOST_FOR_4_ROWS}) and {of_mlx:.2f} of 4 by MLX (at most {MOST_OF_MLX}), one row "
+                f"{alone:.2f} (at most {MOST_FOR_1_ROW}): {'as estimated' if holds else 'REFUTED'}."
+            )
+    return lines
+
+
 def verdict_on_row_costs(rows: list[Row]) -> list[str]:
     """The row of ``ROW_COSTS`` for this chip, as it is written there."""
     kinds = (
@@ -115,6 +144,7 @@ def _lines_of_streams(row: Row) -> list[str]:
         ("tpot_median", "time per token", OURS, MLX_LM),
         ("tokens_per_second", "tokens/s", AHEAD, WAITING),
         ("tokens_per_second", "tokens/s", OURS, BUILT),
+        ("tokens_per_second", "tokens/s", OURS, BY_MLX),
         ("tokens_per_second", "tokens/s", BASIC_AHEAD, BASIC),
     ]
     if name == LONG_PROMPT:
@@ -163,6 +193,7 @@ VERDICTS: dict[str, Callable[[list[Row]], list[str]]] = {
     "kernels": verdict_on_kernels,
     "launches": verdict_on_launches,
     "questions": verdict_on_questions,
+    "few rows": verdict_on_few_rows,
     "row costs": verdict_on_row_costs,
     "attention": verdict_on_attention,
     "streams": verdict_on_streams,

@@ -8,9 +8,11 @@ published bandwidths.
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +26,8 @@ from mlx_lm.models.switch_layers import SwitchGLU
 
 from mlx_paged.engine.speculation.step_costs import CHIPS
 from mlx_paged.models.kv_cache import weight_nbytes
+from mlx_paged.models.matmul import LinearShape, multiplied_by_mlx, multiplied_by_rows
+from mlx_paged.models.matmul_choice import seconds_of_chain, some_rows
 from mlx_paged.ops import (
     AttentionMetadata,
     AttentionParams,
@@ -224,6 +228,71 @@ def measure_registers() -> Iterator[Row]:
                 raise
             question = f"most threads of a threadgroup, {name}"
             yield answer(question, int(allowed.group(1)), threads, 1024)
+
+
+# Matmuls of few rows
+
+MATMUL_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+MATMUL_BITS = (4, 8, 16)
+
+
+def measure_few_rows(width: int, nbytes: int, turns: int) -> Iterator[Row]:
+    """The microseconds of MLX's matmul and of ``rows_matmul`` by rows, in chains of products that
+    wait for one another; and whether a row has the same bits among any others.
+
+    Args:
+        width: of the layers' inputs.
+        nbytes: of the different weights of a chain, which must not fit in a cache.
+    """
+    gpu = device.apple_gpu()
+    for bits in MATMUL_BITS:
+        layers: list[nn.Module] = []
+        while not layers or weight_nbytes(layers[0]) * len(layers) < nbytes:
+            layer: nn.Module = nn.Linear(width, 3 * width, bias=False)
+            layer.set_dtype(mx.bfloat16)
+            if bits < 16:
+                layer = nn.QuantizedLinear.from_linear(layer, 64, bits)
+            mx.eval(layer)
+            layers.append(layer)
+        shape = LinearShape.of(layers[0], mx.bfloat16)
+        row: Row = {
+            "generation": None if gpu is None else gpu.generation,
+            "bits": bits,
+            "shape": str(shape),
+            "same_bits": _has_same_bits(layers[0], shape),
+        }
+        products = {"mlx": multiplied_by_mlx, "rows": multiplied_by_rows}
+        seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+        # The sides take turns; the first turn warms up.
+        for turn, num_rows in itertools.product(range(turns + 1), MATMUL_ROWS):
+            for name, product in products.items():
+                chain = seconds_of_chain(layers, num_rows, shape, product, time.perf_counter)
+                if turn:
+                    seconds[name, num_rows].append(chain)
+        for name in products:
+            row[name] = [
+                (num_rows, round(float(np.median(seconds[name, num_rows])) / len(layers) * 1e6, 2))
+                for num_rows in MATMUL_ROWS
+            ]
+        yield row
+        mx.clear_cache()
+
+
+def _has_same_bits(layer: nn.Module, shape: LinearShape) -> bool:
+    """Whether the bits of a row don't depend on the number of rows, in float32, whose digits show
+    another order of sums.
+    """
+    wide = nn.Module()
+    for name in {"weight", "scales", "biases"} & layer.keys():
+        value = layer[name]
+        wide[name] = value if value.dtype == mx.uint32 else value.astype(mx.float32)
+    shape = shape._replace(dtype="float32")
+    rows = some_rows(max(MATMUL_ROWS), shape)
+    whole = multiplied_by_rows(wide, rows, shape)
+    return all(
+        mx.array_equal(multiplied_by_rows(wide, rows[-count:], shape), whole[-count:]).item()
+        for count in MATMUL_ROWS
+    )
 
 
 # What a step costs with several rows

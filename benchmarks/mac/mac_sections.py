@@ -229,6 +229,13 @@ def measure_questions(sizes: Sizes, model: str) -> Iterator[Row]:
     yield from mac_kernels.measure_comparisons(num_calls, turns, sizes.keys)
 
 
+def measure_few_rows(sizes: Sizes, model: str) -> Iterator[Row]:
+    """Whether what few_rows estimates of the two matmuls holds."""
+    if not choose.is_metal_available():
+        return iter([NEEDS_METAL])
+    return mac_kernels.measure_few_rows(sizes.layer_width, sizes.chain_bytes, sizes.turns)
+
+
 def measure_row_costs(sizes: Sizes, model: str) -> Iterator[Row]:
     """What a step costs by its rows, relative to one row: the table by which drafts are made."""
     return mac_kernels.measure_row_costs(sizes.layer_width, sizes.chain_bytes, sizes.turns)
@@ -284,20 +291,22 @@ def scenarios_of(sizes: Sizes, vocab_size: int) -> list[Scenario]:
 LONG_PROMPT = "long prompt"
 OURS, AHEAD, WAITING, MLX_LM = "ours", "ours, ahead", "ours, waiting", "mlx-lm"
 BUILT = "ours, decodes built in Python"
+BY_MLX = "ours, MLX's matmul"
 BASIC, BASIC_AHEAD = "basic", "basic, ahead"
 
 
 def sides_of(
     ours: nn.Module, theirs: nn.Module, scenario: Scenario
 ) -> dict[str, Callable[[], Side]]:
-    """Who serves a scenario; ours also with either cache, waiting and one step ahead, and without
-    replaying decodes.
+    """Who serves a scenario; ours also with either cache, waiting and one step ahead, without
+    replaying decodes, and with MLX's matmul alone.
     """
     alone = len(scenario.requests) == 1
     return {
         OURS: partial(PagedEngine, ours, scenario),
         MLX_LM: partial(MlxLmOneByOne if alone else MlxLmBatch, theirs, scenario),
         BUILT: partial(built_decodes, ours, scenario),
+        BY_MLX: partial(PagedEngine, ours, scenario, matmul="mlx"),
         AHEAD: partial(PagedEngine, ours, scenario, run_ahead=True),
         WAITING: partial(PagedEngine, ours, scenario, run_ahead=False),
         BASIC: partial(PagedEngine, ours, scenario, kv="basic", run_ahead=False),
@@ -440,14 +449,15 @@ class Section:
 
 SECTIONS = [
     Section("device", measure_device, 20),
+    Section("few rows", measure_few_rows, 30),
     Section("writes", measure_writes, 20),
     Section("bandwidth", measure_bandwidth, 30),
-    Section("kernels", measure_kernels, 90),
+    Section("kernels", measure_kernels, 80),
     Section("launches", measure_launches, 10),
     Section("questions", measure_questions, 40),
-    Section("row costs", measure_row_costs, 40),
+    Section("row costs", measure_row_costs, 30),
     Section("attention", measure_attention, 80),
-    Section("streams", measure_streams, 110),
+    Section("streams", measure_streams, 100),
     Section("memory", measure_memory, 60),
     Section("large command buffers", measure_large_command_buffers, 70, LARGE_COMMAND_BUFFERS),
 ]

@@ -5,12 +5,13 @@
     python -m benchmarks on_a_mac --quick                # does it run at all
 
 It writes `on_a_mac.json`, every figure, and `on_a_mac.md`, a card with the verdicts that can be
-pasted into an issue as it is. The sections are in `mac_sections.py`: the device; whether slabs are
-written in place; copy bandwidth; every kernel against plain MLX; what a launch costs; what was
-assumed of the kernels, each question with the expected answer (`mac_kernels.py`); what a step costs
-by its rows, in the form of the table that decides on drafts; attention beside MLX's SDPA; prefill
-and decode beside mlx-lm, one step ahead and waiting; what decodes allocate, and the activations of
-a prompt; the streams with larger command buffers.
+pasted into an issue as it is. The sections are in `mac_sections.py`: the device; whether the
+estimates of matmuls of few rows (`few_rows.py`) hold; whether slabs are written in place; copy
+bandwidth; every kernel against plain MLX; what a launch costs; what was assumed of the kernels,
+each question with the expected answer (`mac_kernels.py`); what a step costs by its rows, in the
+form of the table that decides on drafts; attention beside MLX's SDPA; prefill and decode beside
+mlx-lm, one step ahead and waiting; what decodes allocate, and the activations of a prompt; the
+streams with larger command buffers.
 
 Each section is a process of its own, so one that fails, crashes or hangs does not take the others
 along. Ctrl-C writes what there is. Without Metal the sections that need it say so, and the others

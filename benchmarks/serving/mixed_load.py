@@ -34,6 +34,7 @@ import numpy as np
 
 from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.model_runner import PooledRow
 from mlx_paged.engine.scheduling.batch import Batch
 from mlx_paged.engine.scheduling.step_budget import ClockedBudgets
 from mlx_paged.models import qwen3
@@ -142,12 +143,11 @@ class VirtualDevice:
         """Let the steps of an engine take this device's time, and compute nothing."""
         read, vocab_size = engine.steps._read, engine.runner.vocab_size
 
-        def launch(batch: Batch, awaited: object) -> mx.array:
+        def launch(batch: Batch, awaited: object) -> tuple[mx.array, list[PooledRow]]:
             self._free = max(self._free, self.now) + self.seconds(batch)
             self._ends.append(self._free)
-            return mx.zeros(
-                (max(1, sum(part.num_logit_rows for part in batch.scheduled)), vocab_size)
-            )
+            num_rows = max(1, sum(part.num_logit_rows for part in batch.scheduled))
+            return mx.zeros((num_rows, vocab_size)), []
 
         def timed_read(sampled: Any) -> Any:
             self.now = max(self.now, self._ends.popleft())

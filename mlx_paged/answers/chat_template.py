@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_paged.answers.dialect import Dialect
 from mlx_paged.answers.template_traits import TemplateTraits, UnsayableError, calls_as_text
-from mlx_paged.errors import one_line, reason, shown
+from mlx_paged.errors import ChatTemplateError, one_line, reason, shown
 from mlx_paged.options.argument_values import is_sequence, kind_of
 
 if TYPE_CHECKING:
@@ -19,18 +19,6 @@ NO_TOOLS = (
 )
 _PROBE = "<query>"
 NO_TEMPLATE = "[chat] the model's tokenizer has no chat template; use generate for plain text"
-
-
-class ChatTemplateError(ValueError):
-    """A message has a wrong form, or the template fails or rejects the messages.
-
-    Attributes:
-        argument: what can't be written, ``"messages"`` or ``"tools"``.
-    """
-
-    def __init__(self, message: str, argument: str = "messages"):
-        super().__init__(message)
-        self.argument = argument
 
 
 def render_chat(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import re
 import sys
@@ -55,6 +56,20 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--version", action="version", version=version, help="the version of mlx_paged"
         )
+
+    def words_of(self, name: str, value: object) -> list[str]:
+        """The words that give the flag of this name a value of a configuration file: a list for a
+        flag that may be given several times, ``true`` and ``false`` for one without a value.
+        """
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, list):
+            return [word for each in value for word in self.words_of(name, each)]
+        if isinstance(value, bool):
+            no = f"--no-{flag.removeprefix('--')}"
+            is_left_out = not value and flag in self._option_string_actions
+            return [flag] if not is_left_out else [no] if no in self._option_string_actions else []
+        text = json.dumps(value) if isinstance(value, dict) else str(value)
+        return [f"{flag}={text}"]
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None

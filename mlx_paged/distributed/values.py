@@ -10,6 +10,7 @@ from typing import Any
 from mlx_paged.distributed.links import RanksError
 from mlx_paged.errors import ArgumentError, CacheFullError, PromptTooLongError, RequestError, reason
 from mlx_paged.options.sampling_params import (
+    PoolingParams,
     RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
@@ -23,7 +24,7 @@ from mlx_paged.request import (
 )
 
 _DATA = (
-    *(SamplingParams, StructuredOutputsParams),
+    *(SamplingParams, StructuredOutputsParams, PoolingParams),
     *(RequestOutput, CompletionOutput, Logprob, PrefixReport, SpecDecodingStats),
 )
 _ARGUMENT_ERRORS = (PromptTooLongError, CacheFullError, ArgumentError)

@@ -25,15 +25,14 @@ from mlx_paged.engine.request import merge_parts
 from mlx_paged.engine.stats import EngineStats, EngineView
 from mlx_paged.engine.thread import (
     SECONDS_TO_STOP,
-    EngineStoppedError,
     ForkedError,
     StuckStepError,
 )
-from mlx_paged.errors import ArgumentError
+from mlx_paged.errors import ArgumentError, EngineStoppedError
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.options.engine_options import EngineOptions
 from mlx_paged.options.foreign_arguments import refuse_unknown
-from mlx_paged.options.sampling_params import RequestOutputKind, SamplingParams
+from mlx_paged.options.sampling_params import PoolingParams, RequestOutputKind, SamplingParams
 from mlx_paged.request import REQUEST_ID, RequestOutput
 
 # A reader receives outputs or, if the engine stops before the answer is finished, the reason.
@@ -98,7 +97,7 @@ class AsyncEngine:
     def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         *,
         request_id: str | None = None,
         **options: Unpack[RequestOptions],
@@ -121,7 +120,7 @@ class AsyncEngine:
     async def _generate(
         self,
         prompt: Prompt,
-        params: SamplingParams | None,
+        params: SamplingParams | PoolingParams | None,
         request_id: str | None,
         options: RequestOptions,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -153,7 +152,7 @@ class AsyncEngine:
     def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         *,
         request_id: str | None = None,
         **options: Unpack[RequestOptions],
@@ -169,7 +168,7 @@ class AsyncEngine:
     def _stream(
         self,
         prompt: Prompt,
-        params: SamplingParams | None,
+        params: SamplingParams | PoolingParams | None,
         request_id: str,
         options: RequestOptions,
     ) -> Generator[RequestOutput, None, None]:
@@ -283,7 +282,7 @@ class AsyncEngine:
     def _add(
         self,
         prompt: Prompt,
-        params: SamplingParams | None,
+        params: SamplingParams | PoolingParams | None,
         request_id: str,
         options: RequestOptions,
         receiver: Receiver,
@@ -376,12 +375,14 @@ def _copied(output: RequestOutput) -> RequestOutput:
 
 
 def _newest(
-    news: News, inbox: asyncio.Queue[News] | queue.SimpleQueue[News], params: SamplingParams | None
+    news: News,
+    inbox: asyncio.Queue[News] | queue.SimpleQueue[News],
+    params: SamplingParams | PoolingParams | None,
 ) -> RequestOutput:
     """The newest output of a reader, joined with the parts that it has not read yet; raises the
     error of a request that failed.
     """
-    is_delta = params is not None and params.output_kind is RequestOutputKind.DELTA
+    is_delta = isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
     while isinstance(news, RequestOutput) and not news.finished and not inbox.empty():
         later = inbox.get_nowait()
         if is_delta and isinstance(later, RequestOutput):

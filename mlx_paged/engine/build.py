@@ -16,7 +16,7 @@ from mlx_paged.core.tier import GuardedTier, Tier
 from mlx_paged.distributed import Ranks, join_ranks, smallest_budget
 from mlx_paged.engine.input_processor import as_tokenizer
 from mlx_paged.engine.model_runner import ModelRunner
-from mlx_paged.engine.options import DiskTierOptions, split_options, tier_of
+from mlx_paged.engine.options import DiskTierOptions, checked_options, split_options, tier_of
 from mlx_paged.engine.reports import Latencies, Reports
 from mlx_paged.engine.scheduling.prefix_cache import SwapSpace
 from mlx_paged.engine.scheduling.request_queues import num_seqs
@@ -53,7 +53,8 @@ from mlx_paged.models.kv_cache import (
     weight_nbytes,
 )
 from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.models.matmul import Matmul, chosen_matmul, deterministic_matmul
+from mlx_paged.models.matmul import Linears, Matmul, deterministic_matmul
+from mlx_paged.models.matmul_choice import as_entries, chosen_rows, from_entries
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.models.mlx_lm.draft_head import Head
 from mlx_paged.ops import device
@@ -118,19 +119,15 @@ def build(
     if ranks.size > 1:
         given = cache_options.get("kv_cache_bytes")
         cache_options["kv_cache_bytes"] = smallest_budget(ranks, given, checked)
-    deterministic = config.deterministic
-    if deterministic:
-        matmul = _deterministic_matmul(checked, config, ranks)
-    else:
-        matmul = chosen_matmul(options.get("matmul", DEFAULT_MATMUL), all_models)
+    matmul = _matmul_of(all_models, options.get("matmul", DEFAULT_MATMUL), config, ranks)
 
     budget = kv_budget(cache_options.get("kv_cache_bytes"), model, draft_model)
     # Whether the cache can run ahead is not known yet.
     num_copies = num_state_copies(checked, config, run_ahead is not False)
     cache = make_engine_cache(model, kv, draft_model, cache_options, num_copies)
+    deterministic = config.deterministic
     if deterministic:
-        _check_backend(cache)
-        cache.max_single_run = MAX_RUN_TOKENS
+        _let_tokens_attend_alone(cache)
     states = None
     if num_copies:
         states = make_states(checked, cache, config, budget, num_copies, draft)
@@ -164,8 +161,9 @@ def build(
     elif draft is not None:
         drafter = DraftModel(draft, cache, manager)
     runner = ModelRunner(model, cache, manager, swap_space, drafter, matmul, deterministic)
+    reads_grammars, by_rows = ranks.size == 1, matmul.usual_rows
     speculation = speculation_of(
-        config.num_draft_tokens, checked, drafter, run_ahead, ranks.size == 1
+        config.num_draft_tokens, checked, drafter, run_ahead, reads_grammars, by_rows
     )
     if ranks.size > 1:
         # Their chips may differ, their plans must not.
@@ -237,6 +235,23 @@ def build(
     )
 
 
+def _matmul_of(
+    models: Sequence[LanguageModel], option: str, config: SchedulerConfig, ranks: Ranks
+) -> Matmul:
+    """What multiplies; on all ranks as rank 0 chooses, since a choice may be measured.
+
+    Raises:
+        ArgumentError: an unknown option, or a deterministic engine can't promise its bits.
+    """
+    if config.deterministic:
+        return _deterministic_matmul(models[0], config, ranks)
+    option, linears = checked_options("engine", {"matmul": option})["matmul"], Linears.of(models)
+    chosen = chosen_rows(option if ranks.is_leader else "mlx", linears)
+    if ranks.size > 1:
+        chosen = from_entries(ranks.all_gather(as_entries(chosen))[0])
+    return Matmul(linears, chosen)
+
+
 def _deterministic_matmul(model: LanguageModel, config: SchedulerConfig, ranks: Ranks) -> Matmul:
     """What a deterministic engine multiplies with. Stored K/V belong to its lengths of chunks and
     of steps.
@@ -254,18 +269,19 @@ def _deterministic_matmul(model: LanguageModel, config: SchedulerConfig, ranks: 
     return deterministic_matmul(model, num_rows, f"deterministic, {chunk} and {num_rows} rows")
 
 
-def _check_backend(cache: KVCache) -> None:
-    """Refuse MLX's own attention of decodes on a GPU to a deterministic engine.
+def _let_tokens_attend_alone(cache: KVCache) -> None:
+    """Let each token of a short query run attend as in a step of its own.
 
     Raises:
-        ArgumentError: the cache has it.
+        ArgumentError: plain MLX attends on a GPU.
     """
     if cache.backend is not None and cache.backend.name == "reference" and not device.is_cpu():
         raise ArgumentError(
-            "[engine] deterministic needs the Metal backend on a GPU: plain MLX sums in an order "
-            "that depends on the number of rows",
+            "[engine] deterministic needs the Metal backend on a GPU: plain MLX attends in an "
+            "order that depends on the number of rows",
             "backend",
         )
+    cache.max_single_run = MAX_RUN_TOKENS
 
 
 def _open_tier(

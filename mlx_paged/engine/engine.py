@@ -29,18 +29,17 @@ from mlx_paged.engine.steps import RowReader
 from mlx_paged.engine.storing.snapshots import Prefix
 from mlx_paged.engine.thread import (
     EngineCall,
-    EngineStoppedError,
     EngineThread,
     ForkedError,
     random_key,
     run_in_engine_thread,
 )
-from mlx_paged.errors import REMOVED, ArgumentError
+from mlx_paged.errors import REMOVED, ArgumentError, EngineStoppedError
 from mlx_paged.models.language_model import model_type_of
 from mlx_paged.models.memory import acquire_cache_limit, acquire_wired_limit, read_wired_limit
 from mlx_paged.options.engine_options import EngineOptions
 from mlx_paged.options.foreign_arguments import NoOptions, refuse_unknown
-from mlx_paged.options.sampling_params import SamplingParams
+from mlx_paged.options.sampling_params import PoolingParams, SamplingParams
 from mlx_paged.request import REQUEST_ID, RequestOutput
 
 T = TypeVar("T")
@@ -101,7 +100,7 @@ class Engine:
         self.scheduler, self.steps, self.reports = parts.scheduler, parts.steps, parts.reports
         self.snapshots, self.latencies = parts.snapshots, parts.latencies
         self.nbytes_activations = parts.nbytes_activations
-        self.input_processor = InputProcessor(self.tokenizer, self.runner.vocab_size, own.seed)
+        self.input_processor = InputProcessor(self.tokenizer, self.runner.model, own.seed)
         decode = self.runner.compiled_decode
         self.thread = self._new_thread(forget=None if decode is None else decode.forget_traces)
         self._interrupted_step: EngineCall[_Stepped] | None = None  # its wait was interrupted
@@ -143,7 +142,7 @@ class Engine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
@@ -157,7 +156,10 @@ class Engine:
         Args:
             prompt: text, token ids, or vLLM's dicts ``{"prompt": text}`` and ``{"prompt_token_ids":
                 ids}``.
-            params: how to sample; greedy by default.
+            params: how to sample; greedy by default. With ``PoolingParams``, the answer is an
+                embedding or logits of the prompt (``RequestOutput.pooled``). It is computed in the
+                same steps as other requests, and its K/V are neither stored nor left in the prefix
+                cache, apart from ``num_shared_tokens``.
             priority: lower runs first among the requests of a user, as in vLLM, and preempts
                 running requests; for the order see ``priority_steps``.
             cache_salt: only requests with the same salt share K/V.
@@ -169,7 +171,7 @@ class Engine:
 
         Raises:
             ValueError: the prompt is empty, a token id is not in the vocabulary, the request id is
-                in use, or the parameters can't be satisfied.
+                in use, the parameters can't be satisfied, or the model gives no embeddings.
             PromptTooLongError: the budget can never hold the prompt; the message has the numbers.
         """
         if unknown:

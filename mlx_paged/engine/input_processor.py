@@ -29,6 +29,7 @@ from mlx_paged.errors import (
     reason,
     shown,
 )
+from mlx_paged.models.language_model import LanguageModel, model_type_of
 from mlx_paged.options.argument_values import (
     BOOL,
     TokenIds,
@@ -38,7 +39,7 @@ from mlx_paged.options.argument_values import (
     kind_of,
     read_array,
 )
-from mlx_paged.options.sampling_params import SamplingParams
+from mlx_paged.options.sampling_params import PoolingParams, SamplingParams
 from mlx_paged.request import NAME, PRIORITY, REQUEST_ID
 
 PIECE_LEN = 2**14  # characters of a text that are encoded at a time to count its tokens
@@ -316,10 +317,12 @@ class InputProcessor:
         token_texts: ``None`` without a tokenizer.
     """
 
-    def __init__(self, tokenizer: TokenizerWrapper | None, vocab_size: int, seed: int | None):
+    def __init__(self, tokenizer: TokenizerWrapper | None, model: LanguageModel, seed: int | None):
+        vocab_size = model.args.vocab_size
         self.token_texts = None if tokenizer is None else token_texts_of(tokenizer)
         self.special_token_ids = special_token_ids(tokenizer)
         self._tokenizer = tokenizer
+        self._model = model
         self._vocab_size = vocab_size
         self._grammars = GrammarCompiler(tokenizer, vocab_size)
         self._seeds = random.Random(seed)
@@ -328,7 +331,7 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None,
+        params: SamplingParams | PoolingParams | None,
         *,
         priority: int,
         cache_salt: str | None,
@@ -343,6 +346,19 @@ class InputProcessor:
         no_store = BOOL.check("engine", "no_store", no_store)
         user = NAME.check("engine", "user", user)
         params = SamplingParams() if params is None else params
+        if isinstance(params, PoolingParams):
+            check_pooling(params, self._model)
+            text, token_ids = read_prompt(prompt, self._tokenizer, self._vocab_size)
+            return Request(
+                request_id,
+                token_ids,
+                params,
+                priority=priority,
+                cache_salt=cache_salt,
+                no_store=True,
+                user=user,
+                prompt=text,
+            )
         if not isinstance(params, SamplingParams):
             raise ArgumentError(
                 f"[engine] params must be SamplingParams, got {type(params).__name__}"
@@ -417,6 +433,29 @@ class InputProcessor:
         if params.structured_outputs is None:
             return token_rules
         return token_rules._replace(grammar=self._grammars.compile(params.structured_outputs))
+
+
+def check_pooling(pooling: PoolingParams, model: LanguageModel) -> None:
+    """Check what a request is to be answered with instead of tokens.
+
+    Raises:
+        ArgumentError: a token id is outside the vocabulary, the embedding has fewer dimensions, or
+            the model gives none.
+    """
+    _check_in_vocabulary("token_ids", pooling.token_ids, model.args.vocab_size)
+    if not pooling.is_embedding:
+        return
+    if not model.hidden_row_size:
+        raise ArgumentError(
+            f"[engine] a {model_type_of(model)}, {model.description}, gives no embeddings: its "
+            "last norm can't be read; use a model whose sequences run packed"
+        )
+    if (pooling.dimensions or 0) > model.hidden_row_size:
+        raise ArgumentError(
+            f"[engine] dimensions must be at most {model.hidden_row_size}, the length of this "
+            f"model's embeddings, got {pooling.dimensions}",
+            "dimensions",
+        )
 
 
 def evaluate_captured(function: Callable[..., Any] | None) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, cast
 from weakref import WeakSet
 
 import mlx.core as mx
+import numpy as np
 from mlx.nn.layers.base import Module
 
 from mlx_paged.cache import KVCache, PagedKVCache
@@ -19,6 +22,7 @@ from mlx_paged.engine.sampling.sampler import NO_TOKENS, LogprobReport, SampledT
 from mlx_paged.engine.scheduling.batch import (
     Batch,
     CopyBlocks,
+    Scheduled,
     ShiftKeys,
     SwapOut,
     Transfer,
@@ -31,12 +35,39 @@ from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.ops import StateStack
 
 
+class PooledRow(NamedTuple):
+    """The end of a prompt in a step: what its request is answered with, launched and not waited
+    for.
+    """
+
+    completion: Completion
+    row: mx.array  # [hidden_size] or [num_token_ids] float32
+
+    def read(self) -> list[float]:
+        """Wait for the row; an embedding is cut, then divided by its length.
+
+        Raises:
+            ValueError: it has infinities or NaN.
+        """
+        pooling = self.completion.request.pooling
+        assert pooling is not None
+        numbers = np.array(self.row)[: pooling.dimensions if pooling.is_embedding else None]
+        if not np.isfinite(numbers).all():
+            raise ValueError("[engine] the model's results for this prompt are not finite")
+        if pooling.is_embedding and pooling.normalize:
+            # The length in float64: it does not overflow there.
+            length = np.linalg.norm(numbers.astype(np.float64))
+            numbers = (numbers / max(length, np.finfo(np.float32).tiny)).astype(np.float32)
+        return cast(list[float], numbers.tolist())
+
+
 @dataclass(eq=False)
 class StepInFlight:
     """A step that was launched and not read yet.
 
     Attributes:
         logits: ``[num_rows, vocab_size]``.
+        pooled: what requests with ``PoolingParams`` are answered with.
         sampled: the sampled tokens, once the sampler is launched.
         scored: the log-probabilities of prompts, launched with the sampler.
         forks: completions that were forked in this step.
@@ -44,6 +75,7 @@ class StepInFlight:
 
     batch: Batch
     logits: mx.array = field(default_factory=lambda: NO_TOKENS.token_ids)
+    pooled: list[PooledRow] = field(default_factory=list)
     sampled: SampledTokens = NO_TOKENS
     scored: list[tuple[Completion, LogprobReport]] = field(default_factory=list)
     forks: list[Completion] = field(default_factory=list)
@@ -93,29 +125,27 @@ class ModelRunner:
         # The states of recurrent layers before the newest step, while they are referenced.
         self._stacks_before = WeakSet[StateStack]()
 
-    def launch(self, batch: Batch, awaited: SampledTokens) -> mx.array:
+    def launch(self, batch: Batch, awaited: SampledTokens) -> tuple[mx.array, list[PooledRow]]:
         """Launch a step, without waiting for it.
 
         Args:
             awaited: the tokens of the batch's ``PENDING_TOKEN`` entries.
 
         Returns:
-            The logits ``[num_rows, vocab_size]``, at least one row. Once they are evaluated, the
-            step is computed.
+            The logits ``[num_rows, vocab_size]``, at least one row, which stay lazy if all are rows
+            of embeddings; and what requests with ``PoolingParams`` are answered with. Once these
+            are evaluated, or the logits if there are none, the step is computed.
         """
+        cache, draft_model = self.cache, self.draft_model
         for transfer in batch.transfers:
             self._transfer(transfer)
-        with self.matmul.running():
-            return self._launch(batch, awaited)
-
-    def _launch(self, batch: Batch, awaited: SampledTokens) -> mx.array:
-        cache, draft_model = self.cache, self.draft_model
         scheduled, groups = batch.scheduled, self._manager.groups
         counts = [part.num_new_tokens for part in scheduled]
         num_logit_rows = [part.num_logit_rows for part in scheduled]
         seq_ids = [part.completion.seq_id for part in scheduled]
         num_drafts = [len(part.draft_token_ids) for part in scheduled]
         states = states_before(self._manager, seq_ids, counts, num_drafts)
+        embeds = [each.completion.request.is_embedded for each in scheduled if each.num_logit_rows]
         if draft_model is not None:
             draft_model.run(batch, states)
         with cache.open_step(
@@ -128,18 +158,22 @@ class ModelRunner:
         ) as step:
             tokens = self._tokens_of(batch, awaited)
             decode = self.compiled_decode
-            with taking_hidden_rows(self._takes_normed) as hidden:
-                logits = None if decode is None else decode.replay(tokens)
+            with taking_hidden_rows(self._takes_normed, any(embeds)) as hidden:
+                # A trace gives no rows for embeddings.
+                logits = None if decode is None or any(embeds) else decode.replay(tokens)
                 if logits is None:
                     logits = self.model(tokens, cache.layers[self._layers], step.logit_rows)
             rows = None if hidden is None else hidden.rows
-            mx.async_eval(logits, [] if rows is None else rows, cache.arrays)
+            pooled = _pooled_rows(scheduled, logits, None if hidden is None else hidden.of_logits)
+            # The product with the vocabulary is not needed for embeddings alone.
+            read = [each.row for each in pooled] if embeds and all(embeds) else [logits]
+            mx.async_eval(read, [] if rows is None else rows, cache.arrays)
         if draft_model is not None:
             draft_model.follow(batch, tokens, rows, states)
         if states is not None:
             put_states(self._manager, seq_ids, counts, states)
             self._stacks_before = WeakSet(forget_before(states, self._stacks_before))
-        return logits
+        return logits, pooled
 
     def release_states(self) -> None:
         """Free the states of sequences that have gone. No step is in flight, so the others can be
@@ -197,3 +231,26 @@ class ModelRunner:
             ]
             load_blocks(cache, self._swap_space.tier, blocks)
             self._swap_space.release(transfer.seq_id)
+
+
+def _pooled_rows(
+    scheduled: Sequence[Scheduled],
+    logits: mx.array,  # [num_rows, vocab_size]
+    hidden: mx.array | None,  # [num_rows, hidden_size], if there are embeddings
+) -> list[PooledRow]:
+    """What the requests with ``PoolingParams`` whose prompts end in a step are answered with."""
+    pooled: list[PooledRow] = []
+    end = 0
+    for part in scheduled:
+        end += part.num_logit_rows
+        pooling = part.completion.request.pooling
+        if pooling is None or not part.num_logit_rows:
+            continue
+        if pooling.is_embedding:
+            assert hidden is not None
+            row = hidden[end - 1]
+        else:
+            row = logits[end - 1, mx.array(pooling.token_ids)]
+        pooled.append(PooledRow(part.completion, row.astype(mx.float32)))
+    mx.async_eval([each.row for each in pooled])
+    return pooled

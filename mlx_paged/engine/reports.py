@@ -95,7 +95,7 @@ class Latencies:
         add = self._add
         self.time_to_first_token = add(
             "vllm:time_to_first_token_seconds",
-            "From a request's arrival to its first token.",
+            "From a request's arrival to its first token, or to its embedding or score.",
             FIRST_TOKEN_BOUNDS,
         )
         self.inter_token_latency = add(
@@ -244,20 +244,25 @@ class Latencies:
     def _observe_ends(
         self, request: Request, completions: Iterable[Completion], now: float
     ) -> None:
+        if request.output.pooled is not None:  # In the place of tokens.
+            request.first_token_time = request.completions[0].last_token_time = now
+            self._observe_prompt(request, now)
         for completion in completions:
             reason = completion.output.finish_reason or ""
             self.num_finished[reason] = self.num_finished.get(reason, 0) + 1
             if reason in ANSWERED and request.first_token_time is not None:
                 self.e2e_latency.observe(now - request.arrival_time)
                 last, num_tokens = completion.last_token_time, completion.num_reported_tokens
+                self.inference_time.observe(last - request.first_scheduled_time)
+                if request.pooling is not None:
+                    continue
                 decode_time = last - request.first_token_time
                 self.decode_time.observe(decode_time)
-                self.inference_time.observe(last - request.first_scheduled_time)
                 self.generation_tokens.observe(num_tokens)
                 if num_tokens > 1:
                     self.time_per_output_token.observe(decode_time / (num_tokens - 1))
         all_ended = all(completion.is_end_reported for completion in request.completions)
-        if all_ended and request.first_token_time is not None:
+        if all_ended and request.first_token_time is not None and request.pooling is None:
             most = max(completion.num_reported_tokens for completion in request.completions)
             self.max_generation_tokens.observe(most)
 

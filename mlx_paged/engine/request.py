@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from mlx_paged.options.sampling_params import SamplingParams
+from mlx_paged.options.sampling_params import PoolingParams, RequestOutputKind, SamplingParams
 from mlx_paged.request import (
     CompletionOutput,
     Logprob,
@@ -45,6 +45,10 @@ class TokenRules(NamedTuple):
 
 
 NO_RULES = TokenRules()
+# Of a request with ``PoolingParams``, which generates nothing.
+NO_SAMPLING = SamplingParams(
+    max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+)
 
 
 class SampledToken(NamedTuple):
@@ -96,6 +100,8 @@ class Request:
         cache_salt: requests with different salts never share K/V.
         no_store: whether its blocks are kept from being written to disk.
         user: users have fair shares of the engine; ``None`` is one of them.
+        pooling: what it is answered with when its prompt is computed; ``None`` if tokens are
+            generated.
         share: that of its user, assigned by the scheduler on arrival.
         texts: of the tokenizer's tokens; ``None`` if no text is wanted.
         streams: make the text of each completion; empty if none is wanted.
@@ -119,6 +125,7 @@ class Request:
         "num_read_tokens",
         "output",
         "params",
+        "pooling",
         "prefix_report",
         "priority",
         "prompt_token_ids",
@@ -135,7 +142,7 @@ class Request:
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         seed: int = 0,
         priority: int = 0,
@@ -147,7 +154,8 @@ class Request:
     ):
         self.request_id = request_id
         self.prompt_token_ids = list(prompt_token_ids)
-        self.params = params
+        self.pooling = params if isinstance(params, PoolingParams) else None
+        self.params = params = NO_SAMPLING if isinstance(params, PoolingParams) else params
         self.seed = seed
         self.priority = priority
         self.cache_salt = cache_salt
@@ -170,12 +178,26 @@ class Request:
     @property
     def arguments(self) -> list[object]:
         """Everything that plans depend on; another rank makes the same request from it."""
-        return [getattr(self, name) for name in _ARGUMENTS]
+        given = {name: getattr(self, name) for name in _ARGUMENTS}
+        return list({**given, "params": self.pooling or self.params}.values())
 
     @classmethod
     def from_arguments(cls, arguments: Sequence[Any]) -> Request:
         """A request with these :attr:`arguments`."""
         return cls(**dict(zip(_ARGUMENTS, arguments, strict=True)))
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether it is answered with the embedding of its prompt."""
+        return self.pooling is not None and self.pooling.is_embedding
+
+    def begin_output(self) -> None:
+        """Its first token, or what is pooled, is there."""
+        self.output.time_to_first_token = time.perf_counter() - self.arrival_time
+        self.output.queue_time = self.first_scheduled_time - self.arrival_time
+        self.output.num_cached_tokens = self.num_cached_tokens
+        self.output.num_read_tokens = self.num_read_tokens
+        self.output.prefix_report = self.prefix_report
 
     def add_prompt_logprobs(self, entries: Sequence[Mapping[int, Logprob]]) -> None:
         """Add the log-probabilities of the next tokens of the prompt."""
@@ -354,12 +376,11 @@ class Completion:
 
     def add_token(self, sampled: SampledToken) -> str | None:
         """Add a token to the output; returns the stop text that it completed, if any."""
-        request, output = self.request, self.output
-        if request.output.time_to_first_token is None:
-            request.output.time_to_first_token = time.perf_counter() - request.arrival_time
-            request.output.num_cached_tokens = request.num_cached_tokens
-            request.output.num_read_tokens = request.num_read_tokens
-            request.output.prefix_report = request.prefix_report
+        request, output, whole = self.request, self.output, self.request.output
+        if whole.time_to_first_token is None:
+            request.begin_output()
+        seconds = time.perf_counter() - request.arrival_time
+        whole.decode_time = seconds - whole.time_to_first_token
         output.token_ids.append(sampled.token_id)
         if sampled.logprobs is not None:
             output.logprobs = output.logprobs or []

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from mlx_paged.core.tier import LostBlockError
 from mlx_paged.distributed import Ranks, RanksError, as_json, from_json
-from mlx_paged.engine.model_runner import ModelRunner, StepInFlight
+from mlx_paged.engine.model_runner import ModelRunner, PooledRow, StepInFlight
 from mlx_paged.engine.reports import Latencies, Reports
 from mlx_paged.engine.request import Completion, Request, SampledToken
 from mlx_paged.engine.sampling.sampler import (
@@ -212,8 +212,8 @@ class Steps:
         awaited = self.in_flight[0].sampled if self.in_flight else NO_TOKENS
         step = StepInFlight(batch)
         self.in_flight.append(step)
-        with self._device_work():
-            step.logits = self._runner.launch(batch, awaited)
+        with self._device_work(), self._runner.matmul.running():
+            step.logits, step.pooled = self._runner.launch(batch, awaited)
 
     def _sample(self) -> None:
         """Launch the sampling of the newest step, whose previous tokens are known by now."""
@@ -241,7 +241,8 @@ class Steps:
             scores = [(completion, report.read()) for completion, report in step.scored]
             # A chunk of a prompt has no tokens to wait for. The last step in flight leaves nothing
             # lazy: with a pending read of a slab, the next write would copy it.
-            mx.eval(step.logits, self._runner.cache.arrays if len(self.in_flight) == 1 else ())
+            rows = [pooled.row for pooled in step.pooled] or step.logits
+            mx.eval(rows, self._runner.cache.arrays if len(self.in_flight) == 1 else ())
         if not self.in_flight:
             return  # The step failed.
         num_tokens = step.batch.num_tokens
@@ -254,6 +255,8 @@ class Steps:
         for completion, entries in scores:
             if not completion.is_finished:
                 completion.request.add_prompt_logprobs(entries)
+        for pooled in step.pooled:
+            self._end_pooled(pooled)
         verified = {part.completion for part in drafted}
         sampled = step.sampled
         for entry, (completion, result) in enumerate(
@@ -439,7 +442,8 @@ class Steps:
         for part in batch.scheduled:
             completion, num_rows = part.completion, part.num_logit_rows - part.num_scored_rows
             first_row += part.num_scored_rows
-            if num_rows and not completion.is_finished:
+            is_pooled = completion.request.pooling is not None
+            if num_rows and not is_pooled and not completion.is_finished:
                 if (
                     num_rows > 1
                     and state_of(completion, self._runner.vocab_size).draws_rows_together
@@ -492,6 +496,20 @@ class Steps:
             # The stop text takes precedence if this token was also the last one.
             completion.finish_reason, completion.stop_reason = "stop", stop_text
         self._reports.note(completion)
+
+    def _end_pooled(self, pooled: PooledRow) -> None:
+        """End a request with what it is answered with, or with the error of that."""
+        completion = pooled.completion
+        if completion.is_finished:
+            return  # finished since the step was launched
+        try:
+            numbers = pooled.read()
+        except ValueError as error:
+            self._finish(completion, "error", error)
+        else:
+            completion.request.begin_output()
+            completion.request.output.pooled = numbers
+            self._finish(completion, "stop")
 
     def _finish(self, completion: Completion, reason: str, error: Exception | None = None) -> None:
         if not completion.is_finished:

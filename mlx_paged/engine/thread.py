@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import mlx.core as mx
 
-from mlx_paged.errors import words_for_all
+from mlx_paged.errors import STUCK_STATUS, EngineStoppedError, words_for_all
 
 T = TypeVar("T")
 
@@ -30,12 +30,6 @@ POLL_SECONDS = 0.1
 STUCK_SECONDS = 0.5
 # How long the end of Python waits for a call that was told to end.
 SECONDS_TO_STOP = 1.0
-STUCK_STATUS = 70
-"""The exit status of a process whose engine was in the middle of a step that did not end."""
-
-
-class EngineStoppedError(RuntimeError):
-    """The engine was shut down, or stopped by a failure, which is then the ``__cause__``."""
 
 
 class ForkedError(EngineStoppedError):

@@ -49,9 +49,12 @@ def model_classes(config: dict[str, Any]) -> tuple[type[Module], type]:
             f"[load] mlx-lm can't load model type {model_type!r}: {printed.getvalue().strip()}"
         ) from error
     except Exception as error:
+        way_out = ""
+        if "bert" in model_type:
+            way_out = "; it is an encoder, and models here are decoders, such as Qwen3-Embedding"
         raise LoadError(
             f"[load] model type {model_type!r} is not supported: mlx-lm {mlx_lm.__version__} does "
-            "not have it"
+            f"not have it{way_out}"
         ) from error
     return classes
 

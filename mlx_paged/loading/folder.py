@@ -74,6 +74,25 @@ def find_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Path
     return path
 
 
+def pull(repo: str, revision: str | None = None) -> Path:
+    """The folder of a repository on the hub, given as its id or its address, with everything
+    downloaded that was missing.
+
+    Raises:
+        LoadError: there is no such repository, it can't be had, or it has no weights of a model.
+    """
+    if _local(repo) is not None:
+        raise LoadError(f"[load] {shown(repo)} is on this machine already, and not from the hub")
+    address = _HUB_ADDRESS.fullmatch(repo)
+    folder = _downloaded(address["id"] if address else repo, revision, _MODEL_FILES)
+    if not _has_all_weights(folder):
+        raise LoadError(
+            f"[load] {shown(repo)} has no model*.safetensors; a GGUF file of it is downloaded with "
+            "hf download REPO FILE, and given by its path"
+        )
+    return folder
+
+
 def find_local_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Path | None:
     """As :func:`find_model`, without a download: ``None`` for a repository that is not on this
     machine, or only in part.

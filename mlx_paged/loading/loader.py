@@ -288,7 +288,7 @@ def build_model(
 
 def _without_heads(config: dict[str, Any]) -> tuple[Any, Any]:
     """As :func:`model_classes`; the models leave out tensors of heads that draft, which not all
-    classes of mlx-lm do.
+    classes of mlx-lm do, and take those of a model without its head.
     """
     classes: tuple[Any, Any] = model_classes(config)
     model_class, args_class = classes
@@ -298,11 +298,29 @@ def _without_heads(config: dict[str, Any]) -> tuple[Any, Any]:
         own = getattr(model, "sanitize", lambda weights: weights)
         last = len(getattr(model, "layers", ()))
         model.sanitize = lambda weights: own(
-            {name: each for name, each in weights.items() if not is_of_head(name, last)}
+            _with_head(
+                {name: each for name, each in weights.items() if not is_of_head(name, last)},
+                "lm_head" in model,
+            )
         )
         return model
 
     return make, args_class
+
+
+def _with_head(weights: dict[str, mx.array], takes_head: bool) -> dict[str, mx.array]:
+    """The weights of an embedder that was saved without its head, whose names lack ``model.``, as
+    those of a whole model. The head, which embeddings of texts don't need, is that of a model whose
+    head is tied to its embeddings.
+    """
+    if "embed_tokens.weight" not in weights:
+        return weights
+    named = {f"model.{name}": each for name, each in weights.items()}
+    if takes_head:
+        for part in ("weight", "scales", "biases"):
+            if f"embed_tokens.{part}" in weights:
+                named[f"lm_head.{part}"] = weights[f"embed_tokens.{part}"]
+    return named
 
 
 def _read_weights(model: Module, path: Path) -> None:

@@ -152,9 +152,11 @@ class LanguageModel(Module, ABC):
         return True
 
     @property
-    def gives_hidden_rows(self) -> bool:
-        """Whether it lets :class:`HiddenRows` take the rows of its last norm."""
-        return False
+    def hidden_row_size(self) -> int:
+        """The width of the rows of its last norm, which :class:`HiddenRows` takes; 0 if it does not
+        let it.
+        """
+        return 0
 
     def stock_caches(self) -> list[tuple[Any, int | None]]:
         """The empty caches that mlx-lm makes for this model, each with the index of the layer whose
@@ -209,15 +211,25 @@ class LanguageModel(Module, ABC):
 
 @dataclass
 class HiddenRows:
-    """The hidden rows of a step's tokens at a model's last norm, for a head that makes drafts.
+    """The hidden rows of a step at a model's last norm: those of all tokens, for a head that makes
+    drafts, and those of the rows with logits, for embeddings.
 
     Attributes:
-        are_normed: whether they are the norm's results; otherwise its inputs.
-        rows: ``[num_tokens, hidden_size]``, once the model has run.
+        are_normed: whether the rows of all tokens are the norm's results; otherwise its inputs.
+            ``None``: they are not computed.
+        rows: of all tokens, ``[num_tokens, hidden_size]``, once the model has run.
+        of_logits: the norm's results that the logits are computed from, ``[num_rows,
+            hidden_size]``.
     """
 
-    are_normed: bool
+    are_normed: bool | None
     rows: mx.array | None = None
+    of_logits: mx.array | None = None
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether the last layer and the norm compute the rows of all tokens."""
+        return self.are_normed is not None
 
     def take(self, x: mx.array, normed: mx.array) -> None:
         """Called by a model with the norm's input and result for all tokens, ``[num_tokens, ...,
@@ -226,21 +238,32 @@ class HiddenRows:
         rows = normed if self.are_normed else x
         self.rows = rows.reshape(rows.shape[0], rows.shape[-1])
 
+    def take_of_logits(self, normed: mx.array) -> None:
+        """Called by a model with the norm's result for the rows with logits, ``[num_rows, ...,
+        hidden_size]``.
+        """
+        self.of_logits = normed.reshape(normed.shape[0], normed.shape[-1])
+
 
 _hidden_rows: ContextVar[HiddenRows | None] = ContextVar("hidden rows", default=None)
 
 
 def wanted_hidden_rows() -> HiddenRows | None:
-    """What takes the hidden rows of the step that runs in this thread, if anything does. A model
-    that sees it computes its last norm for all tokens.
-    """
+    """What takes the hidden rows of the step that runs in this thread, if anything does."""
     return _hidden_rows.get()
 
 
 @contextmanager
-def taking_hidden_rows(are_normed: bool | None) -> Iterator[HiddenRows | None]:
-    """Have the models that run in this context give their hidden rows; ``None`` for no rows."""
-    hidden = None if are_normed is None else HiddenRows(are_normed)
+def taking_hidden_rows(
+    are_normed: bool | None, of_logits: bool = False
+) -> Iterator[HiddenRows | None]:
+    """Have the models that run in this context give their hidden rows.
+
+    Args:
+        are_normed: of all tokens; ``None`` for none of them.
+        of_logits: whether those of the rows with logits are read.
+    """
+    hidden = HiddenRows(are_normed) if of_logits or are_normed is not None else None
     token = _hidden_rows.set(hidden)
     try:
         yield hidden

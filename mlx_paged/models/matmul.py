@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
@@ -40,15 +40,14 @@ from mlx_paged.errors import ArgumentError
 from mlx_paged.models.language_model import LanguageModel, model_type_of
 from mlx_paged.ops import AttentionMetadata, Parts, device, dtype_name
 from mlx_paged.ops.rows_matmul import MAX_ROWS, refusal, rows_matmul
-from mlx_paged.options.engine_options import ENGINE_OPTIONS
 
 # Exactly these classes, not their subclasses, which may multiply in another way.
 _LINEARS = (nn.Linear, nn.QuantizedLinear)
 _EMBEDDINGS = (nn.Embedding, QuantizedEmbedding)
 # What else multiplies and stays with MLX, and how a report calls it.
 _KEPT: tuple[tuple[tuple[type[Module], ...], str], ...] = (
-    ((SwitchLinear, QuantizedSwitchLinear), "of experts"),
-    ((MultiLinear, QuantizedMultiLinear), "with a matrix for each head"),
+    ((SwitchLinear, QuantizedSwitchLinear), "experts"),
+    ((MultiLinear, QuantizedMultiLinear), "a matrix for each head"),
     (
         (
             *(AllToShardedLinear, ShardedToAllLinear),
@@ -56,7 +55,7 @@ _KEPT: tuple[tuple[tuple[type[Module], ...], str], ...] = (
         ),
         "split over ranks",
     ),
-    ((nn.Linear, nn.QuantizedLinear, QQLinear), "of other classes"),
+    ((nn.Linear, nn.QuantizedLinear, QQLinear), "other classes"),
 )
 
 
@@ -100,6 +99,9 @@ class LinearShape(NamedTuple):
 
 # The numbers of rows for which rows_matmul runs, by the shape of the weight.
 RowCounts: TypeAlias = Mapping[LinearShape, Collection[int]]
+ALL_ROWS = range(1, MAX_ROWS + 1)
+# One row stays with MLX, so that a decode alone has the bits of mlx-lm.
+SEVERAL_ROWS = range(2, MAX_ROWS + 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,32 +123,28 @@ class Linears:
         kept: dict[int, str] = {}
         for model in models:
             # By identity: a module may be in several places, and of several models.
-            modules = {id(each): each for each in model.modules()}
-            is_linear = [_own_class(each) in _LINEARS for each in modules.values()]
-            outputs = {
-                each["weight"].shape[0]
-                for each, yes in zip(modules.values(), is_linear, strict=True)
-                if yes
-            }
+            modules = {id(module): module for module in model.modules()}
+            linear = {key for key, each in modules.items() if _own_class(each) in _LINEARS}
             vocab_size = model.args.vocab_size
-            for (key, module), yes in zip(modules.items(), is_linear, strict=True):
-                if _own_class(module) in _EMBEDDINGS:
-                    num_rows = module["weight"].shape[0]
-                    yes = num_rows == vocab_size and num_rows not in outputs
-                if not yes:
-                    kinds = (reason for kinds, reason in _KEPT if isinstance(module, kinds))
-                    if (reason := next(kinds, None)) is not None:
-                        kept[key] = reason
-                    continue
-                shape = LinearShape.of(module, model.dtype)
-                why = _why_kept(module, shape)
-                if why is None:
-                    found[key] = module, shape
+            if vocab_size not in {modules[key]["weight"].shape[0] for key in linear}:
+                linear |= {
+                    key
+                    for key, each in modules.items()
+                    if _own_class(each) in _EMBEDDINGS and each["weight"].shape[0] == vocab_size
+                }
+            for key, module in modules.items():
+                if key in linear:
+                    found[key] = module, LinearShape.of(module, model.dtype)
+                    reason = _why_kept(*found[key])
                 else:
-                    kept[key] = why
+                    reasons = (reason for kinds, reason in _KEPT if isinstance(module, kinds))
+                    reason = next(reasons, None)
+                if reason is not None:
+                    found.pop(key, None)
+                    kept[key] = reason
         return cls(list(found.values()), Counter(kept.values()))
 
-    @property
+    @cached_property
     def shapes(self) -> Mapping[LinearShape, int]:
         """The number of layers of each shape."""
         return Counter(shape for _, shape in self.modules)
@@ -184,9 +182,9 @@ class MatmulStats:
         if not others:
             return "matmul: MLX's"
         parts = [f"for {rows} rows, in {count} layers" for rows, count in others.items()]
-        stay = {"not faster": self.num_modules.get("none", 0), **self.kept}
-        said = ", ".join(f"{count} {reason}" for reason, count in stay.items() if count)
-        return f"matmul: rows {', '.join(parts)}{f'; MLX: {said}' * bool(said)}"
+        stay = {"not chosen": self.num_modules.get("none", 0), **self.kept}
+        said = ", ".join(f"{count} ({reason})" for reason, count in stay.items() if count)
+        return f"matmul: rows {', '.join(parts)}{f'; MLX in {said}' * bool(said)}"
 
 
 class Matmul:
@@ -244,6 +242,15 @@ class Matmul:
 
         return release
 
+    @property
+    def usual_rows(self) -> Collection[int]:
+        """The numbers of rows for which ``rows_matmul`` runs in most of the weights, by bytes."""
+        nbytes: Counter[int] = Counter()
+        for module, shape in self.linears.modules:
+            for count in (0, *self.num_rows[shape]):
+                nbytes[count] += module["weight"].nbytes
+        return {count for count in nbytes if count and 2 * nbytes[count] > nbytes[0]}
+
     def stats(self) -> MatmulStats:
         counts: Counter[str] = Counter()
         for shape, count in self.linears.shapes.items():
@@ -282,7 +289,6 @@ def _by_rows(kind: type[Module], shape: LinearShape) -> type[Module]:
     """The subclass of a linear layer, or of an embedding that gives logits."""
     method = "as_linear" if kind in _EMBEDDINGS else "__call__"
     product, dtype = getattr(kind, method), getattr(mx, shape.dtype)
-    bits, group_size, mode = shape.bits, shape.group_size, shape.mode
 
     def call(self: Module, x: mx.array) -> mx.array:
         num_rows = _num_rows.get()
@@ -293,26 +299,42 @@ def _by_rows(kind: type[Module], shape: LinearShape) -> type[Module]:
         ):
             made: mx.array = product(self, x)
             return made
-        y = rows_matmul(
-            x,
-            self["weight"],
-            self.get("scales"),
-            self.get("biases"),
-            bits=bits,
-            group_size=group_size,
-            mode=mode,
-        )
+        y = multiplied_by_rows(self, x, shape)
         return y + self["bias"] if "bias" in self else y
 
     names: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (kind,), {method: call, **names, "multiplies_by_rows": True})
 
 
-# The choice
+def multiplied_by_rows(module: Module, x: mx.array, shape: LinearShape) -> mx.array:
+    """The product of rows ``[..., num_inputs]`` with a layer's weight, without its bias."""
+    return rows_matmul(
+        x,
+        module["weight"],
+        module.get("scales"),
+        module.get("biases"),
+        bits=shape.bits,
+        group_size=shape.group_size,
+        mode=shape.mode,
+    )
 
-ALL_ROWS = range(1, MAX_ROWS + 1)
-# One row stays with MLX, so that a decode alone has the bits of mlx-lm.
-SEVERAL_ROWS = range(2, MAX_ROWS + 1)
+
+def multiplied_by_mlx(module: Module, x: mx.array, shape: LinearShape) -> mx.array:
+    """The same by MLX."""
+    weight = module["weight"]
+    if shape.mode == "dense":
+        product: mx.array = x @ weight.T
+        return product
+    return mx.quantized_matmul(
+        x,
+        weight,
+        module["scales"],
+        module.get("biases"),
+        transpose=True,
+        group_size=shape.group_size,
+        bits=shape.bits,
+        mode=shape.mode,
+    )
 
 
 def deterministic_matmul(model: LanguageModel, num_rows: int, name: str) -> Matmul:
@@ -412,15 +434,3 @@ class _NoAttention(LayerKV):
         zeros = mx.zeros((*q.shape[:2], latents.shape[2]), q.dtype)
         made: mx.array = mx.depends(zeros, [q, latents, rope_keys])
         return made
-
-
-def chosen_matmul(option: str, models: Sequence[LanguageModel]) -> Matmul:
-    """What an engine multiplies with, by its option ``matmul``.
-
-    Raises:
-        ArgumentError: an unknown option.
-    """
-    option = ENGINE_OPTIONS["matmul"].domain.check("engine", "matmul", option)
-    linears = Linears.of(models)
-    num_rows = dict.fromkeys(linears.shapes, SEVERAL_ROWS) if option == "rows" else {}
-    return Matmul(linears, num_rows)

@@ -198,19 +198,20 @@ class Model(LanguageModel):
     ) -> mx.array:
         h, positions = self.model.embed_tokens(tokens), layers[0].offset
         hidden = wanted_hidden_rows()
-        last = None if hidden else layers[-1]
+        takes_all = hidden is not None and hidden.takes_all
+        last = None if takes_all else layers[-1]
         for block, kv in zip(self.layers, layers, strict=True):
             # After the K and V of the last layer, only the rows with logits are needed.
             rows = logit_rows if kv is last else None
             attended = block["self_attn"](block["input_layernorm"](h), positions, kv, rows)
             h = attended + (h if rows is None else h[rows])
             h = h + block["mlp"](block["post_attention_layernorm"](h))
-        if hidden is None:
-            h = self.model.norm(h)
-        else:
-            x, h = h, self.model.norm(h)
-            hidden.take(x, h)
-            h = h if logit_rows is None else h[logit_rows]
+        x, h = h, self.model.norm(h)
+        if hidden is not None:
+            if takes_all:
+                hidden.take(x, h)
+                h = h if logit_rows is None else h[logit_rows]
+            hidden.take_of_logits(h)
         return self.model.embed_tokens.as_linear(h) if self.tie_word_embeddings else self.lm_head(h)
 
     def shard(self, group: mx.distributed.Group | None = None) -> None:
@@ -241,8 +242,8 @@ class Model(LanguageModel):
         return weights
 
     @property
-    def gives_hidden_rows(self) -> bool:
-        return True
+    def hidden_row_size(self) -> int:
+        return self.model.norm.weight.size
 
     @property
     def layers(self) -> list[TransformerBlock]:

@@ -4,7 +4,7 @@ Kernels write slabs in place without MLX's knowledge. So a launch that reads or 
 a handle binds the handle's fence, and its last result is the next fence, which the caller stores in
 the handle::
 
-    *results, kv.fence = launch()
+    *results, kv.fence = _launch()
 
 The fences make one chain per handle, in the order of the calls. To MLX they are plain data
 dependencies, and so barriers for a read after a write and a write after a read alike.
@@ -61,6 +61,10 @@ KERNELS = {
     "gather_blocks": ((*SLABS, "plan", "fence_in"), ("keys", "values", "fence_out")),
     "dequantize_blocks": ((*AFFINE_SLABS, "plan", "fence_in"), ("keys", "values", "fence_out")),
     "copy_blocks": ((*SLABS, "src_dst_pairs", "fence_in"), ("fence_out",)),
+    "rows_matmul": (
+        ("x", "weight", "scales", "biases", "num_rows", "log2_group_size"),
+        ("out",),
+    ),
 }
 # The files of a kernel's body, if it is not a single file with its name. The format of K and V
 # comes first.
@@ -71,6 +75,7 @@ BODIES = {
     "dequantize_blocks": ("affine_slabs", "dequantize_blocks"),
 }
 HEADERS = ("paged_kv.h", "row_formats.h", "encoded_rows.h", "affine_rows.h", "latent_rows.h")
+MATMUL_HEADERS = ("paged_kv.h", "row_formats.h", "weight_formats.h")
 
 MAX_THREADS = 256
 MAX_PIECE = 16  # bytes that a thread copies at a time
@@ -212,8 +217,8 @@ def encode(
         [
             *kv.slabs,
             *(k, v, given if queries is None else queries),
-            *(first_fence() if slots is None else slots, _scalar(num_tokens, mx.int32)),
-            _scalar(kv.key_dim**-0.5),
+            *(first_fence() if slots is None else slots, scalar(num_tokens, mx.int32)),
+            scalar(kv.key_dim**-0.5),
         ],
         [
             *_format(kv),
@@ -315,7 +320,7 @@ def attention(
     return _chained(
         kv.format.kernels.attention,
         kv,
-        [*slabs, *new_rows, queries, plan_array, sinks, _scalar(params.scale)],
+        [*slabs, *new_rows, queries, plan_array, sinks, scalar(params.scale)],
         [
             *_format(kv),
             ("Out", out[1]),
@@ -454,7 +459,7 @@ def kernel(name: str) -> MetalKernel:
         input_names=list(input_names),
         output_names=list(output_names),
         source=body(name),
-        header=header(),
+        header=header(name),
     )
     return cast(MetalKernel, made)  # MLX's stub declares an object
 
@@ -468,8 +473,9 @@ def parts_of(name: str) -> tuple[str, ...]:
     return BODIES.get(name, (name,))
 
 
-def header() -> str:
-    return "\n".join(map(read_source, HEADERS))
+def header(name: str) -> str:
+    files = MATMUL_HEADERS if name == "rows_matmul" else HEADERS
+    return "\n".join(map(read_source, files))
 
 
 # The following arrays are shared by all threads for the whole process. They are evaluated, because
@@ -482,7 +488,7 @@ def first_fence() -> mx.array:
 
 
 @cache
-def _scalar(value: float, dtype: mx.Dtype = mx.float32) -> mx.array:
+def scalar(value: float, dtype: mx.Dtype = mx.float32) -> mx.array:
     return evaluated(mx.array(value, dtype=dtype))
 
 

@@ -1,5 +1,6 @@
-"""``SamplingParams``: how a request is sampled, when it ends and what its outputs contain. Does not
-import MLX; the names are vLLM's, or mlx-lm's if vLLM has none.
+"""``SamplingParams``: how a request is sampled, when it ends and what its outputs contain; and
+``PoolingParams``: what a request is answered with instead. Does not import MLX; the names are
+vLLM's, or mlx-lm's if vLLM has none.
 """
 
 from __future__ import annotations
@@ -10,7 +11,17 @@ from functools import cached_property
 from typing import Any
 
 from mlx_paged.errors import ArgumentError
-from mlx_paged.options.argument_values import refused, with_help
+from mlx_paged.options.argument_values import (
+    AT_LEAST_0,
+    BOOL,
+    TOKEN,
+    Domain,
+    Several,
+    or_none,
+    refused,
+    whole,
+    with_help,
+)
 from mlx_paged.options.foreign_arguments import constructor_refuses_unknown
 from mlx_paged.options.sampling_declarations import (
     MAX_COMPLETIONS,
@@ -27,6 +38,7 @@ __all__ = [
     "MAX_COMPLETIONS",
     "MAX_LOGPROBS",
     "LogitsProcessor",
+    "PoolingParams",
     "RequestOutputKind",
     "Sampler",
     "SamplingParams",
@@ -97,3 +109,45 @@ class SamplingParams(DeclaredSamplingParams):
 
 
 SamplingParams.__doc__ = with_help(SamplingParams.__doc__, SAMPLING_PARAMS)
+
+
+@constructor_refuses_unknown
+@dataclass(frozen=True)
+class PoolingParams:
+    """What a request is answered with instead of generated tokens: the embedding of its prompt, or
+    logits. Both are of the prompt's last token, and no K/V are kept of the prompt.
+
+    Args:
+        dimensions: the length of the embedding: its first numbers, as Matryoshka models are trained
+            for. ``None`` for all.
+        normalize: whether the embedding, after it is cut, is divided by its length.
+        token_ids: give the logits of these tokens, in this order, instead of an embedding.
+        num_shared_tokens: how many of the prompt's first tokens other prompts begin with, too: the
+            K/V of their whole blocks stay in the prefix cache.
+
+    Raises:
+        ArgumentError: a value is out of range.
+    """
+
+    dimensions: int | None = None
+    normalize: bool = True
+    token_ids: tuple[int, ...] = ()
+    num_shared_tokens: int = 0
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether the answer is an embedding, not logits."""
+        return not self.token_ids
+
+    def __post_init__(self) -> None:
+        for name, domain in _POOLING_PARAMS.items():
+            value = domain.check("pooling_params", name, getattr(self, name))
+            object.__setattr__(self, name, value)
+
+
+_POOLING_PARAMS: dict[str, Domain[Any]] = {
+    "dimensions": or_none(whole(1)),
+    "normalize": BOOL,
+    "token_ids": Several("token ids", TOKEN.read),
+    "num_shared_tokens": AT_LEAST_0,
+}

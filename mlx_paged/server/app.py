@@ -5,18 +5,17 @@ and limits requests.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
-from mlx_paged.server import anthropic, openai, responses
-from mlx_paged.server.errors import CLIENT_LEFT, FAILED, ApiError, error_response
-from mlx_paged.server.http.access import Access, OriginGuard
+from mlx_paged.server import anthropic, ollama, openai, responses
+from mlx_paged.server.errors import ApiError, failed
+from mlx_paged.server.http.access import BehindRouter, guarded
 from mlx_paged.server.http.http_server import MAX_CONNECTIONS, Gate
 from mlx_paged.server.http.limits import Limits
 from mlx_paged.server.http.logs import RequestLog
@@ -24,7 +23,7 @@ from mlx_paged.server.metrics import EngineCollector, count_request, metrics
 from mlx_paged.server.page import cache_report, health, page, pool, version
 from mlx_paged.server.routes import ApiRoute, openapi
 from mlx_paged.server.service import Service
-from mlx_paged.server.settings import KeyFile, ServerSettings
+from mlx_paged.server.settings import KeyFile
 
 ROUTES = [
     ApiRoute("/health", health),
@@ -37,6 +36,7 @@ ROUTES = [
     *openai.ROUTES,
     *anthropic.ROUTES,
     *responses.ROUTES,
+    *ollama.ROUTES,
     ApiRoute("/openapi.json", openapi),
 ]
 
@@ -48,8 +48,10 @@ class App(RequestLog):
         is_loopback: whether only this machine can reach the server.
         key_file: provides the keys instead of the settings, and may be reread.
         max_connections: further connections are refused with 503.
+        for_router: routes in addition, if all requests come from a router, which has checked them.
 
     Attributes:
+        service: what the endpoints share.
         gate: closes the application.
     """
 
@@ -59,47 +61,23 @@ class App(RequestLog):
         is_loopback: bool = True,
         key_file: KeyFile | None = None,
         max_connections: int = MAX_CONNECTIONS,
+        for_router: Sequence[ApiRoute] = (),
     ):
+        self.service = service
         inner = Starlette(
-            routes=ROUTES,
+            routes=[*ROUTES, *for_router],
             exception_handlers=dict.fromkeys(
-                (ApiError, ClientDisconnect, HTTPException, Exception), _failed
+                (ApiError, ClientDisconnect, HTTPException, Exception), failed
             ),
         )
         counts: Counter[tuple[str, str, int]] = Counter()
         inner.state.service = service
         engine, model_name = service.engine.engine, service.model_names[0]
-        inner.state.metrics = EngineCollector(engine, model_name, counts)
-        shielded = guarded(inner, service.settings, is_loopback, key_file)
-        self.gate = Gate(shielded, service.engine, max_connections)
+        inner.state.metrics = EngineCollector(engine, model_name, counts, bool(for_router))
+        limited = Limits(inner, service.settings.max_body_bytes)
+        if for_router:
+            checked: ASGIApp = BehindRouter(limited)
+        else:
+            checked = guarded(limited, service.settings, is_loopback, key_file)
+        self.gate = Gate(checked, service.engine, max_connections)
         super().__init__(self.gate, partial(count_request, counts, ROUTES))
-
-
-def guarded(
-    app: ASGIApp, settings: ServerSettings, is_loopback: bool, key_file: KeyFile | None = None
-) -> ASGIApp:
-    """Wrap an application in the middleware that decides whose requests are answered."""
-    app = Access(Limits(app, settings.max_body_bytes), settings, key_file)
-    if settings.cors_origins:
-        # Outside Access: preflight requests have no key, and pages may read that a key is missing.
-        app = CORSMiddleware(
-            app,
-            allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "retry-after"],
-            max_age=600,
-        )
-    return OriginGuard(app, settings, is_loopback)
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    """The response to a request whose handling raised an error."""
-    if isinstance(error, ClientDisconnect):
-        return Response(status_code=CLIENT_LEFT)
-    if isinstance(error, HTTPException):
-        text = f"{request.method} {request.url.path}: {error.detail}"
-        error = ApiError(error.status_code, text, headers=error.headers)
-    elif not isinstance(error, ApiError):
-        error = ApiError(500, FAILED)
-    return error_response(error, request.scope)

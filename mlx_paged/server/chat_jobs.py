@@ -8,14 +8,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from mlx_paged.answers.chat_template import ChatTemplateError
 from mlx_paged.answers.conversation_encoder import Prompt
 from mlx_paged.answers.dialect import AnswerFormat, Dialect, ToolChoice
 from mlx_paged.answers.formats import JSON_LIST
 from mlx_paged.answers.template_traits import TemplateTraits
 from mlx_paged.answers.tool_grammar import Tool, ToolGrammar, grammar_of_calls, reasoning_before
 from mlx_paged.engine.input_processor import special_token_ids
-from mlx_paged.errors import ArgumentError
+from mlx_paged.errors import ArgumentError, ChatTemplateError
 from mlx_paged.options.sampling_declarations import StructuredOutputsParams
 from mlx_paged.options.sampling_params import RequestOutputKind
 from mlx_paged.request import CompletionOutput

@@ -12,18 +12,19 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mlx_paged.answers.chat_template import ChatTemplateError
-from mlx_paged.engine.sampling.sampling_state import StructuredOutputError
-from mlx_paged.engine.thread import EngineStoppedError
 from mlx_paged.errors import (
     ArgumentError,
     CacheFullError,
+    ChatTemplateError,
+    EngineStoppedError,
     PromptTooLongError,
     RequestError,
+    StructuredOutputError,
     one_line,
     type_and_place,
     without_room,
@@ -91,9 +92,23 @@ def _anthropic_body(error: ApiError, request_id: str | None = None) -> dict[str,
     return {"type": "error", "error": fields, "request_id": request_id}
 
 
+def _ollama_body(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
+    return {"error": error.message}
+
+
 def _types_of(error: ApiError) -> tuple[str, str]:
     other = _OTHER_CLIENT_ERROR if error.status < 500 else _OTHER_SERVER_ERROR
     return _TYPES.get(error.status, other)
+
+
+def not_stored() -> ApiError:
+    """The error for a response that is asked for by its id."""
+    return ApiError(
+        404,
+        "responses are not stored here and can't be retrieved; send the whole conversation",
+        param="response_id",
+        code="response_not_found",
+    )
 
 
 @dataclass(frozen=True)
@@ -114,13 +129,16 @@ class WireProtocol:
 OPENAI = WireProtocol("/", _openai_body, _openai_body)
 RESPONSES = WireProtocol("/v1/responses", _openai_body, _responses_event)
 ANTHROPIC = WireProtocol("/v1/messages", _anthropic_body, _anthropic_body)
+OLLAMA = WireProtocol("/api/", _ollama_body, _ollama_body)
 
 
 def protocol_of(scope: Scope) -> WireProtocol:
     """The protocol of a request, by its path: requests that are refused before they are routed need
     one, too.
     """
-    found = (each for each in (RESPONSES, ANTHROPIC) if scope["path"].startswith(each.prefix))
+    found = (
+        each for each in (RESPONSES, ANTHROPIC, OLLAMA) if scope["path"].startswith(each.prefix)
+    )
     return next(found, OPENAI)
 
 
@@ -128,6 +146,18 @@ def error_response(error: ApiError, scope: Scope) -> Response:
     """The error as a response."""
     body = protocol_of(scope).body(error, scope.get("state", {}).get("request_id"))
     return JSONResponse(body, status_code=error.status, headers=error.headers)
+
+
+async def failed(request: Request, error: Exception) -> Response:
+    """The response to a request whose handling raised an error."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_LEFT)
+    if isinstance(error, HTTPException):
+        text = f"{request.method} {request.url.path}: {error.detail}"
+        error = ApiError(error.status_code, text, headers=error.headers)
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, FAILED)
+    return error_response(error, request.scope)
 
 
 class Guard(ABC):

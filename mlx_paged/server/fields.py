@@ -31,6 +31,7 @@ from mlx_paged.server.schemas import ONE_OR_MORE, Body, Filled, OneOf, refused, 
 from mlx_paged.server.service import Service
 
 _MAX_NAME_LEN = 256  # of a model; each event of a stream contains it
+_LATEST = ":latest"
 
 MAX_COMPLETIONS = 128  # per prompt, as in OpenAI's API
 MAX_STOPS = 64  # each new piece of text is searched for all of them
@@ -53,9 +54,12 @@ class ModelFields(Body):
 
 
 def check_model_name(name: str, service: Service) -> None:
-    """Raise unless the server has a model of this name."""
+    """Raise unless the server has a model of this name. ``name:latest``, which Ollama's clients
+    send to all protocols, is the same as ``name``.
+    """
     is_taken = service.takes_any_name and len(name) <= _MAX_NAME_LEN
-    if name not in service.model_names and not is_taken:
+    same = {name, name.removesuffix(_LATEST), f"{name}{_LATEST}"}
+    if same.isdisjoint(service.model_names) and not is_taken:
         names = ", ".join(map(shown, service.model_names))
         text = f"there is no model {shown(name)}; this server has {names}"
         raise ApiError(404, text, param="model", code="model_not_found")

@@ -118,13 +118,19 @@ class EngineCollector(Collector):
     Args:
         model_name: a label of all metrics.
         http_counts: HTTP requests by method, path and status.
+        is_one_of_several: whether these counts have the label, too.
     """
 
     def __init__(
-        self, engine: Engine, model_name: str, http_counts: Mapping[tuple[str, str, int], int]
+        self,
+        engine: Engine,
+        model_name: str,
+        http_counts: Mapping[tuple[str, str, int], int],
+        is_one_of_several: bool = False,
     ):
         self._engine = engine
         self._http_counts = http_counts
+        self._http_labels = {"model_name": model_name} if is_one_of_several else {}
         # vLLM numbers its engines; there is one here.
         self._labels = {"model_name": model_name, "engine": "0"}
 
@@ -145,7 +151,7 @@ class EngineCollector(Collector):
             (method, path, str(status)): count
             for (method, path, status), count in sorted(dict(self._http_counts).items())
         }
-        yield _metric("mlx_paged:http_requests", ("method path status", http), {})
+        yield _metric("mlx_paged:http_requests", ("method path status", http), self._http_labels)
 
     def _requests(self, stats: EngineStats) -> dict[str, Value]:
         num_cached, num_read = stats.num_cached_prompt_tokens, stats.num_read_prompt_tokens

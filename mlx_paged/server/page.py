@@ -5,21 +5,18 @@
 from __future__ import annotations
 
 import base64
-import hashlib
-import re
 import time
 from dataclasses import asdict
-from functools import cache
-from importlib import resources
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 
 import mlx_paged
 from mlx_paged.engine.reports import Histogram
 from mlx_paged.request import PrefixReport
 from mlx_paged.server.errors import ApiError, api_error
+from mlx_paged.server.http.access import html_page
 from mlx_paged.server.routes import RequestContext
 from mlx_paged.server.schemas import Body, read_query
 from mlx_paged.server.service import Service
@@ -32,22 +29,9 @@ _STATE_ORDER = {"running": 0, "preempted": 1, "waiting": 2}
 DEFAULT_LIMIT = 20
 
 
-@cache
-def _page() -> tuple[str, dict[str, str]]:
-    """The page and its headers."""
-    html = resources.files("mlx_paged.server").joinpath("page.html").read_text("utf-8")
-    return html, {
-        "Content-Security-Policy": security_policy(html),
-        "Referrer-Policy": "no-referrer",
-        "X-Content-Type-Options": "nosniff",
-        "Cache-Control": "no-cache",
-    }
-
-
 async def page(context: RequestContext[Body]) -> Response:
     """A page that shows the pool."""
-    html, headers = _page()
-    return HTMLResponse(html, headers=headers)
+    return html_page("mlx_paged.server")
 
 
 class PoolQuery(BaseModel):
@@ -92,25 +76,6 @@ def pool_report(service: Service, num_cells: int) -> dict[str, Any]:
             for name in ("time_to_first_token", "inter_token_latency")
         },
     }
-
-
-def security_policy(html: str) -> str:
-    """A policy that allows a page its own script, its own style and requests to its own server.
-
-    Raises:
-        ValueError: the page does not have exactly one script and one style.
-    """
-    (script,) = re.findall(r"<script>(.*?)</script>", html, re.S)
-    (style,) = re.findall(r"<style>(.*?)</style>", html, re.S)
-    return (
-        f"default-src 'none'; script-src {_source(script)}; style-src {_source(style)}; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'"
-    )
-
-
-def _source(text: str) -> str:
-    return f"'sha256-{_base64(hashlib.sha256(text.encode()).digest())}'"
 
 
 def _base64(data: bytes) -> str:

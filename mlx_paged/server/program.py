@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from mlx_paged.answers.template_traits import KEEPS_REASONING
 from mlx_paged.cli import flags
 from mlx_paged.cli.program import Parser, import_first, is_follower, run_program
 from mlx_paged.cli.streams import say, warnings_as_lines
-from mlx_paged.errors import ArgumentError, one_line, shown, system_reason
+from mlx_paged.errors import STUCK_STATUS, ArgumentError, one_line, shown, system_reason
 from mlx_paged.server.settings import (
     SERVER_SETTINGS,
     KeyFile,
@@ -40,13 +40,17 @@ if TYPE_CHECKING:
     from mlx.nn.layers.base import Module
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+    from mlx_paged.server.app import App
     from mlx_paged.server.service import Service
 
 logger = logging.getLogger("mlx_paged.server")
 
 DEMO_NAME = "demo"
 ANY_NAME = "*"  # among --served-model-name: accept any model name
-_EXTRA = ("starlette", "uvicorn", "h11", "pydantic", "llguidance", "prometheus_client")
+_EXTRA = (
+    *("starlette", "uvicorn", "h11", "httpcore", "pydantic"),
+    *("llguidance", "prometheus_client"),
+)
 _MAX_FILES = 8192  # open files, a number that macOS lets a process request
 _OTHER_FILES = 128
 SWITCH_SECONDS = 0.0005
@@ -119,17 +123,17 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         argv: the arguments without the program's name; by default those of this process.
         prog: the program's name in help and errors.
     """
-    return run_program(setup_arg_parser(prog), argv, _run, FLAGS)
+    return run_program(setup_arg_parser(prog), argv, run, FLAGS)
 
 
 @warnings_as_lines(say)
-def _run(args: argparse.Namespace) -> int:
-    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(
-            f"the server needs {', '.join(missing)}; install it with pip install "
-            "'mlx-paged[server]'"
-        )
+def run(args: argparse.Namespace) -> int:
+    """Run the server with parsed flags; the exit status as of :func:`main`.
+
+    Raises:
+        ValueError, RuntimeError: the user's mistakes.
+    """
+    check_extra()
     if args.name is not None and args.model is not None:
         raise ArgumentError(
             f"[server] the model is given twice, as --model and as {shown(args.name)}", "model"
@@ -140,6 +144,7 @@ def _run(args: argparse.Namespace) -> int:
         follow(args)
         return 0
     import_first("mlx_paged.loading", "mlx_paged.server.app")
+    from mlx_paged.server.app import App
     from mlx_paged.server.http.http_server import bind, close_all, is_loopback
     from mlx_paged.server.http.logs import setup_logging
 
@@ -148,7 +153,7 @@ def _run(args: argparse.Namespace) -> int:
     sys.setswitchinterval(SWITCH_SECONDS)
     sockets = bind(settings.host, settings.port)
     try:
-        _check_keys(settings, is_loopback(sockets))
+        check_keys(settings, is_loopback(sockets))
         setup_logging(settings.log_level, settings.log_prompts)
         say(f"[loading {args.model or 'the bundled demo model'} ...]")
         key_file = None
@@ -157,12 +162,23 @@ def _run(args: argparse.Namespace) -> int:
         service = make_service(args, settings)
         announce = partial(_announce, args, service, sockets)
         with service.engine, warnings_as_lines(partial(logger.warning, "%s")):
-            return serve(service, sockets, announce, key_file)
+            app = App(service, is_loopback(sockets), key_file, max_connections())
+            return serve(app, sockets, announce, key_file)
     finally:
         close_all(sockets)
 
 
-def _check_keys(settings: ServerSettings, is_loopback: bool) -> None:
+def check_extra() -> None:
+    """Raise ``ValueError`` unless what the server needs is installed."""
+    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"the server needs {', '.join(missing)}; install it with pip install "
+            "'mlx-paged[server]'"
+        )
+
+
+def check_keys(settings: ServerSettings, is_loopback: bool) -> None:
     """Print a note if unnamed keys look as if they were meant as ``NAME=KEY``.
 
     Raises:
@@ -187,15 +203,18 @@ def _check_keys(settings: ServerSettings, is_loopback: bool) -> None:
         )
 
 
-def read_settings(args: argparse.Namespace) -> ServerSettings:
+def read_settings(args: argparse.Namespace, models: Collection[str] = ()) -> ServerSettings:
     """The settings given by the flags.
+
+    Args:
+        models: the names of the models that keys can be bound to.
 
     Raises:
         ArgumentError: an API key is invalid, or the key file can't be used.
     """
     given = {name: getattr(args, name) for name in SERVER_SETTINGS}
     lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    keys = read_api_keys(args.api_key, args.api_key_file)
+    keys = read_api_keys(args.api_key, args.api_key_file, models)
     return ServerSettings(**{**given, **lists, "api_keys": keys})
 
 
@@ -291,7 +310,7 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
     return Service(
         engine,
         tokenizer,
-        model_names=tuple(name for name in names if name != ANY_NAME) or (_model_name(args.model),),
+        model_names=tuple(name for name in names if name != ANY_NAME) or (name_of(args.model),),
         takes_any_name=ANY_NAME in names,
         defaults=sampling,
         max_tokens=None if args.max_tokens == -1 else args.max_tokens,
@@ -307,15 +326,15 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
     )
 
 
-def _model_name(model: str | None) -> str:
-    """The model's name for clients: the hub id, or the last part of the folder's path."""
+def name_of(model: str | None) -> str:
+    """A model's name for clients: the hub id, or the last part of the folder's path."""
     if model is None:
         return DEMO_NAME
     return Path(model).resolve().name if Path(model).exists() else model
 
 
 def serve(
-    service: Service,
+    app: App,
     sockets: list[socket.socket],
     announce: Callable[[], None] = lambda: None,
     key_file: KeyFile | None = None,
@@ -327,15 +346,13 @@ def serve(
         announce: called once requests are served.
         key_file: reread when it changes.
     """
-    from mlx_paged.engine.thread import STUCK_STATUS
-    from mlx_paged.server.app import App
-    from mlx_paged.server.http.http_server import HttpServer, is_loopback
+    from mlx_paged.server.http.http_server import HttpServer
 
     # Excludes all objects so far from garbage collections, which then take milliseconds instead of
     # tenths of a second.
     gc.collect()
     gc.freeze()
-    app = App(service, is_loopback(sockets), key_file, _max_connections())
+    service = app.service
     server = HttpServer(app, app.gate, service.engine, service.settings, announce, key_file)
     server.run(sockets)
     if server.has_failed:
@@ -350,7 +367,7 @@ def serve(
     return 0
 
 
-def _max_connections() -> int:
+def max_connections() -> int:
     """Raise the limit on open files (256 by default on macOS) and derive one on connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)

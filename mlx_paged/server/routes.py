@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeAlias, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
 from pydantic_core import core_schema
@@ -17,11 +18,10 @@ from starlette.routing import Route
 
 import mlx_paged
 from mlx_paged.engine.options import RequestOptions
-from mlx_paged.errors import shown
 from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import RequestOutput
 from mlx_paged.server.chat_jobs import ChatJob, prepare
-from mlx_paged.server.errors import ApiError, until_disconnect
+from mlx_paged.server.errors import until_disconnect
 from mlx_paged.server.fields import RequestFields
 from mlx_paged.server.generations import Answer, AnswerState, Generation
 from mlx_paged.server.http.access import Principal
@@ -47,6 +47,7 @@ class RequestContext(Generic[B]):
         request: its head.
         schema: the class of its body.
         value: its body, as parsed from JSON.
+        start: when it was received; seconds of ``time.perf_counter``.
 
     Attributes:
         principal: the user.
@@ -56,6 +57,7 @@ class RequestContext(Generic[B]):
     request: Request
     schema: type[B]
     value: Any = None
+    start: float = field(default_factory=time.perf_counter)
 
     @property
     def service(self) -> Service:
@@ -125,22 +127,25 @@ class RequestContext(Generic[B]):
         generations = renderer.generations
         if renderer.body.stream:
             answers = await self.service.start_all(generations, renderer.request_id)
-            return EventStream(renderer.events(*answers), *answers)
+            return renderer.stream_class(renderer.events(*answers), *answers)
         outputs = await self.service.whole(generations, renderer.request_id)
         return JSONResponse(renderer.whole(*outputs))
 
 
 class Renderer(ABC, Generic[A]):
-    """Renders the answers to a request as one object or as server-sent events.
+    """Renders the answers to a request as one object or as a stream of events.
 
     Args:
         generations: what is answered.
 
     Attributes:
+        stream_class: the response that a stream is sent in.
         request_id: the id in the answer.
         model: the name of the model in the answer.
         states: the answers so far.
     """
+
+    stream_class: ClassVar[type[EventStream]] = EventStream
 
     def __init__(self, context: RequestContext[Any], body: A, *generations: Generation):
         self.context, self.body, self.generations = context, body, generations
@@ -194,12 +199,6 @@ class ApiRoute(Route):
         return await until_disconnect(request.receive, self._answer(context))
 
     async def _answer(self, context: RequestContext[Any]) -> Response:
-        encoding = context.request.headers.get("content-encoding", "identity").strip().lower()
-        if encoding not in ("", "identity"):
-            what = (
-                f"the content encoding {shown(encoding)} is not supported; send the body unencoded"
-            )
-            raise ApiError(415, what, headers={"Accept-Encoding": "identity"})
         body = await context.request.body()
         if len(body) <= _SMALL_BODY:
             value = parse_json(body)

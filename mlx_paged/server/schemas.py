@@ -253,6 +253,18 @@ def read_query(cls: type[M], query: Mapping[str, str]) -> M:
         raise _refusal(cls, query, error) from None
 
 
+def read_part(cls: type[M], body: bytes) -> M:
+    """Validate the fields of a model in a JSON text, of which nothing else is made a value.
+
+    Raises:
+        ApiError: the first error; 400.
+    """
+    try:
+        return cls.model_validate_json(body)
+    except ValidationError as error:
+        raise _refusal(cls, parse_json(body), error) from None
+
+
 class Repeated(Body):
     """An object that clients copy from the answer of some server, or that contains hints for other
     servers: undeclared fields are dropped, and each is logged once.

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -45,11 +45,15 @@ class ApiKey:
         name: used in logs.
         key: the secret.
         is_named: whether the operator chose the name.
+        models: the models that the key is for; ``None`` for all.
+        is_admin: whether the key may load and unload models.
     """
 
     name: str
     key: str
     is_named: bool = True
+    models: frozenset[str] | None = None
+    is_admin: bool = False
 
     @property
     def user(self) -> tuple[str, str]:
@@ -204,35 +208,51 @@ SERVER_SETTINGS: dict[str, Option] = {
 }
 
 
-def read_api_keys(texts: Sequence[str], file: str | None = None) -> tuple[ApiKey, ...]:
+def read_api_keys(
+    texts: Sequence[str], file: str | None = None, models: Collection[str] = ()
+) -> tuple[ApiKey, ...]:
     """The keys given by ``--api-key`` and by the lines of ``--api-key-file``.
 
     Each is ``KEY``, or ``NAME KEY`` with a space in between. Keys can't contain spaces, so no part
     of a key is ever taken for a name and logged. Unnamed keys are called ``key#1``, ``key#2`` and
-    so on by their position; given names can't contain ``#``.
+    so on by their position; given names can't contain ``#``. After a named key, ``admin`` and
+    ``models=NAME,NAME`` may follow.
+
+    Args:
+        models: the names of the models that keys can be bound to.
 
     Raises:
-        ArgumentError: a key is invalid or given twice, or the file can't be read, has no key or is
-            accessible to others. No message contains a key.
+        ArgumentError: a key is invalid, given twice or bound to an unknown model, or the file can't
+            be read, has no key or is accessible to others. No message contains a key.
     """
     given = [("api_key", text) for text in texts]
     given += [("api_key_file", line) for line in _read_lines(file)] if file is not None else []
     keys: list[ApiKey] = []
     for index, (argument, text) in enumerate(given, start=1):
-        words = text.split(maxsplit=1)
-        is_named = len(words) == 2
-        name, key = words if is_named else (f"key#{index}", text.strip())
+        words = text.split()
+        is_named = len(words) > 1
+        name, key, *rights = words if is_named else (f"key#{index}", text.strip())
+        bound = [each.removeprefix("models=") for each in rights if each.startswith("models=")]
+        allowed = frozenset(bound[0].split(",")) if bound else None
+        unknown = sorted((allowed or frozenset()) - {*models})
         if is_named and not _NAME.fullmatch(name):
             what = f"the name of key {index} must be 1 to 64 letters, digits, or any of . _ @ -"
-        elif not _KEY.fullmatch(key):
+        elif not _KEY.fullmatch(key) or len(bound) + rights.count("admin") < len(rights):
             what = (
                 f"key {index} must be 1 to 512 ASCII characters without spaces; NAME KEY gives it "
-                "a name"
+                "a name, and admin or models=NAME,NAME may follow"
             )
+        elif len(bound) > 1 or rights.count("admin") > 1:
+            what = f"key {index} has the same right twice"
+        elif unknown and not models:
+            what = f"key {index} is bound to models, of which this server has only one"
+        elif unknown:
+            names = ", ".join(map(shown, models))
+            what = f"key {index} is bound to {shown(unknown[0])}; this server has {names}"
         elif any(key == other.key for other in keys):
             what = f"key {index} is given twice"
         else:
-            keys.append(ApiKey(name, key, is_named))
+            keys.append(ApiKey(name, key, is_named, allowed, "admin" in rights))
             continue
         raise ArgumentError(f"[server] {argument}: {what}", argument)
     return tuple(keys)
@@ -252,12 +272,19 @@ class KeyFile:
     keys stay the same and an error is logged.
 
     Args:
-        texts, file: as for :func:`read_api_keys`.
+        texts, file, models: as for :func:`read_api_keys`.
         keys: the current keys.
     """
 
-    def __init__(self, texts: Sequence[str], file: str, keys: tuple[ApiKey, ...]):
+    def __init__(
+        self,
+        texts: Sequence[str],
+        file: str,
+        keys: tuple[ApiKey, ...],
+        models: Collection[str] = (),
+    ):
         self.keys = keys
+        self._models = models
         self._texts = texts
         self._file = file
         self._read = self._seen = _state_of(file)
@@ -272,7 +299,7 @@ class KeyFile:
     def reread(self) -> None:
         self._read = _state_of(self._file)
         try:
-            self.keys = read_api_keys(self._texts, self._file)
+            self.keys = read_api_keys(self._texts, self._file, self._models)
         except ArgumentError as error:
             what = str(error).removeprefix("[server] ")
             logger.error("the API keys were not changed: %s", what)

@@ -119,10 +119,10 @@ def test_a_name_of_several_models_is_an_error(refused: Callable[..., str], hub: 
         (["run", "owner/name"], "type {prog} chat owner/name"),
         (["run", "owner/name", "Hello there"], "type {prog} chat owner/name 'Hello there'"),
         (["run"], "type {prog} chat MODEL"),
-        (["pull", "owner/name"], "type hf download owner/name; "),
+        (["download", "owner/name"], "type {prog} pull owner/name"),
         (["ps"], "type curl http://127.0.0.1:8000/v1/models"),
         (["ls"], "type {prog} list"),
-        (["rm", "x"], "type hf cache rm model/REPO"),
+        (["remove", "x"], "type {prog} rm x"),
     ],
 )
 def test_commands_of_other_projects_say_what_to_type(

@@ -8,11 +8,11 @@ import pytest
 
 from mlx_paged import demo_model_path, load
 from mlx_paged.answers.chat_template import (
-    ChatTemplateError,
     encode_chat,
     normalise_messages,
     render_chat,
 )
+from mlx_paged.errors import ChatTemplateError
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -8,9 +8,9 @@ import pytest
 from paged_testing.integrity import check_scheduler
 
 from mlx_paged import Engine, SamplingParams, demo_model_path, load
-from mlx_paged.answers.chat_template import ChatTemplateError
 from mlx_paged.answers.conversation_encoder import Prompt
 from mlx_paged.cli.chat.conversation import Conversation
+from mlx_paged.errors import ChatTemplateError
 
 # As Qwen3's: reasoning is left out of earlier turns, and enable_thinking=False puts an empty one
 # before the answer.

@@ -21,7 +21,8 @@ from helpers.engine_runs import CONFIG, ask_alone, assert_nothing_held, greedy, 
 
 from mlx_paged.cache import PromptTooLongError
 from mlx_paged.distributed import RanksError
-from mlx_paged.engine.async_engine import AsyncEngine, EngineStoppedError
+from mlx_paged.engine.async_engine import AsyncEngine
+from mlx_paged.errors import EngineStoppedError
 from mlx_paged.models import qwen3
 
 pytestmark = pytest.mark.usefixtures("run_ahead")

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from helpers.deterministic_workloads import (
     CHUNK,
-    NUM_ROWS,
     alone,
     assert_same_bits,
     compare,
@@ -252,7 +251,10 @@ def test_snapshots_of_other_engines_are_refused(tmp_path: Path):
     [
         ({"matmul": "mlx"}, r"^\[engine\] matmul can't be combined with deterministic: MLX's"),
         ({"kv": "basic"}, "kv can't be combined with deterministic: .*use kv='paged'"),
-        ({"max_num_seqs": 65}, "max_num_seqs can't .* up to 12 rows; 12 sequences are the most"),
+        (
+            {"max_num_seqs": 65},
+            "max_num_seqs can't .* and up to 12 rows; 12 sequences are the most",
+        ),
         ({"max_num_batched_tokens": 2048}, "its steps are chunks of 32 tokens .*leave it out"),
         ({"prefill_step_seconds": 1.0}, "prefill_step_seconds can't be combined"),
         ({"token_budgets": [(0, 1, 1)]}, "token_budgets can't be combined"),

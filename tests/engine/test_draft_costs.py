@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import product
 
 import mlx.core as mx
 import pytest
@@ -11,15 +12,21 @@ from helpers.completions import new_completion
 from helpers.engine_runs import CONFIG
 
 from mlx_paged.engine.request import Completion
-from mlx_paged.engine.speculation.draft_model import DraftModel
+from mlx_paged.engine.speculation.draft_model import DraftModel, speculation_of
 from mlx_paged.engine.speculation.draft_record import DraftRecord, DraftRecords
 from mlx_paged.engine.speculation.speculation import (
     Drafter,
     Speculation,
     StepCost,
 )
-from mlx_paged.engine.speculation.step_costs import ROW_COSTS, cost_of, row_costs
+from mlx_paged.engine.speculation.step_costs import (
+    COSTS_BY_ROWS,
+    ROW_COSTS,
+    cost_of,
+    row_costs,
+)
 from mlx_paged.models import qwen3
+from mlx_paged.models.matmul import SEVERAL_ROWS, Linears, Matmul
 from mlx_paged.ops import device
 
 # The cost of a step by numbers of rows over that of one row, as published or estimated.
@@ -43,6 +50,17 @@ FIGURES = [
     ("M1", "8 bits", {2: 1.06, 3: 1.18, 4: 1.37, 5: 1.60, 6: 2.39, 8: 2.53}),  # estimate
     ("M1", "mixture", {2: 1.27, 4: 1.9, 9: 3.4}),  # qwisp
 ]
+# The same with rows_matmul, over one row by MLX, as estimated: M1, M1 Max, M2 Ultra and so on.
+FIGURES_BY_ROWS = [
+    ("M1", "4 bits", {2: 1.01, 3: 1.03, 4: 1.07, 5: 1.11, 6: 1.31, 8: 1.47, 16: 2.65}),
+    ("M1", "4 bits", {2: 1.02, 3: 1.08, 4: 1.16, 5: 1.26, 6: 1.63, 8: 1.89, 16: 3.65}),
+    ("M1", "8 bits", {2: 1.00, 3: 1.01, 4: 1.03, 5: 1.06, 6: 1.15, 8: 1.24, 16: 2.03}),
+    ("M2", "4 bits", {2: 1.01, 3: 1.04, 4: 1.09, 5: 1.15, 6: 1.40, 8: 1.59, 16: 2.96}),
+    ("M3", "4 bits", {2: 1.01, 3: 1.03, 4: 1.07, 5: 1.12, 6: 1.32, 8: 1.48, 16: 2.70}),
+    ("M3", "8 bits", {4: 1.01, 8: 1.05}),
+    ("M4", "4 bits", {2: 1.01, 3: 1.05, 4: 1.11, 5: 1.18, 6: 1.46, 8: 1.67, 16: 3.15}),
+    ("M5", "4 bits", {2: 1.02, 3: 1.07, 4: 1.14, 5: 1.23, 6: 1.56, 8: 1.80, 16: 3.44}),
+]
 
 
 @pytest.mark.parametrize(("chip", "kind", "figures"), FIGURES)
@@ -51,6 +69,42 @@ def test_of_sources_that_differ_the_table_has_the_dearer(
 ):
     cost = StepCost.relative(ROW_COSTS[chip][kind])
     assert all(cost.of(rows) > figure - 1e-9 for rows, figure in figures.items())
+
+
+@pytest.mark.parametrize(("chip", "kind", "figures"), FIGURES_BY_ROWS)
+def test_of_estimates_that_differ_the_table_has_the_dearer(
+    chip: str, kind: str, figures: dict[int, float]
+):
+    cost = StepCost.relative(COSTS_BY_ROWS[chip][kind])
+    assert all(cost.of(rows) > figure - 1e-9 for rows, figure in figures.items())
+
+
+def test_the_costs_go_by_the_matmul_that_was_chosen_for_each_number_of_rows():
+    by_mlx, by_kernel = (StepCost.relative(t["M4"]["4 bits"]) for t in (ROW_COSTS, COSTS_BY_ROWS))
+    mixed = StepCost.relative(row_costs(4.5, False, "M4 Pro", {2, 3, 4}))
+    assert [mixed.of(rows) for rows in (2, 3, 4)] == [by_kernel.of(rows) for rows in (2, 3, 4)]
+    assert [mixed.of(rows) for rows in (5, 6, 8)] == [by_mlx.of(rows) for rows in (5, 6, 8)]
+    assert row_costs(4.5, True, "M4", {2, 3}) is ROW_COSTS["M4"]["mixture"], "experts stay"
+    for chip, bits in product(ROW_COSTS, (2.5, 4.5, 8.5, 16.0)):
+        costs = row_costs(bits, False, chip, SEVERAL_ROWS)
+        others = StepCost.relative(row_costs(bits, False, chip))
+        assert [rows for rows, cost in costs.items() if cost > others.of(rows)] == []
+
+
+def test_an_engine_whose_linear_layers_multiply_by_rows_drafts_by_their_costs(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(device, "is_cpu", lambda: False)
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG))
+    linears = Linears.of([model])
+    matmul = Matmul(linears, dict.fromkeys(linears.shapes, SEVERAL_ROWS))
+    assert matmul.usual_rows == set(SEVERAL_ROWS)
+    rules = [speculation_of(3, model, None, False, True, rows) for rows in ((), matmul.usual_rows)]
+    shares = [rule.step.of(4) / rule.step.of(1) for rule in rules]
+    assert shares[0] == 2.0 and shares[1] < 1.01
+    # In the smaller part of the weights only.
+    few = Matmul(linears, {min(linears.shapes, key=lambda shape: shape.num_outputs): SEVERAL_ROWS})
+    assert few.is_used and few.usual_rows == set()
 
 
 def test_the_cost_is_linear_between_and_beyond_the_figures():
@@ -117,11 +171,19 @@ class Head(Drafter):
 class Streams:
     """Conversations that decode together on a chip, with drafts that are accepted at random."""
 
-    def __init__(self, chip: str, kind: str, num_streams: int = 1, seed: int = 0, wait: float = 0):
-        row = ROW_COSTS[chip][kind]
+    def __init__(
+        self,
+        chip: str,
+        kind: str,
+        num_streams: int = 1,
+        seed: int = 0,
+        wait: float = 0,
+        by_rows: bool = False,
+    ):
+        row = COSTS_BY_ROWS[chip][kind] if by_rows else ROW_COSTS[chip][kind]
         costs = StepCost.relative(row), StepCost.relative(row, HEAD_SHARE)
         self.rule = Speculation(Head(), 3, *costs, wait)
-        self.cost = dearest(chip, kind)
+        self.cost = costs[0] if by_rows else dearest(chip, kind)
         self.completions = [new_completion(str(n), [0]) for n in range(num_streams)]
         self.rng = random.Random(seed)
         self.num_drafts: list[int] = []  # of each step
@@ -194,6 +256,13 @@ def test_where_rows_are_cheap_good_drafts_pay(chip: str, kind: str, times: float
     """By how much 1,000 tokens are faster than without drafts, with 0.85 of them accepted."""
     for seed in range(3):
         assert Streams(chip, kind, 1, seed, WAITING_SHARE).run(1000, [0.85] * 3) < 1 / times
+
+
+@pytest.mark.parametrize("chip", COSTS_BY_ROWS)
+def test_where_rows_matmul_runs_good_drafts_pay_on_every_chip(chip: str):
+    streams = [Streams(chip, "4 bits", 1, 0, WAITING_SHARE, by_rows=True) for _ in range(2)]
+    assert streams[0].run(1000, [0.85] * 3) < 1 / 1.9
+    assert streams[1].run(1000, [0, 0, 0]) <= 1.02
 
 
 def test_a_conversation_may_have_many_turns_without_paying_again():

@@ -157,13 +157,14 @@ def test_progress_of_a_long_prompt_is_counted_in_tokens(model: qwen3.Model):
     assert engine.prompt_progress("unknown") == (0, 0)
 
 
-def test_an_output_says_what_was_asked_and_when_the_first_token_came(model: qwen3.Model):
+def test_an_output_says_what_was_asked_and_when_its_tokens_came(model: qwen3.Model):
     engine = make_engine(model)
     engine.add_request("a", prompt(20), greedy(3))
     output = run(engine)["a"]
     assert (output.request_id, output.prompt, output.prompt_token_ids) == ("a", None, prompt(20))
     assert output.finished and output.error is None and output.num_cached_tokens == 0
-    assert 0 < output.time_to_first_token < 60
+    assert 0 < output.queue_time < output.time_to_first_token < 60
+    assert 0 < output.decode_time < 60
     (completion,) = output.outputs
     assert (
         completion.index,

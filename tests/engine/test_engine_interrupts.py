@@ -26,7 +26,8 @@ from helpers.engine_runs import (
 from helpers.interrupts import check_interrupts
 
 from mlx_paged import LLM, AsyncEngine
-from mlx_paged.engine.thread import STUCK_SECONDS, EngineStoppedError, StuckStepError
+from mlx_paged.engine.thread import STUCK_SECONDS, StuckStepError
+from mlx_paged.errors import EngineStoppedError
 from mlx_paged.models import qwen3
 
 pytestmark = pytest.mark.usefixtures("run_ahead")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from helpers.disk_tiers import block_files
 
-from mlx_paged.engine.thread import STUCK_STATUS
+from mlx_paged.errors import STUCK_STATUS
 
 pytestmark = pytest.mark.slow
 

@@ -81,10 +81,10 @@ def rows_of_logits(engine: Engine) -> list[tuple[int, ...]]:
     shapes: list[tuple[int, ...]] = []
     launch = engine.runner.launch
 
-    def launch_and_look(*args: Any) -> mx.array:
-        logits = launch(*args)
+    def launch_and_look(*args: Any) -> Any:
+        logits, pooled = launch(*args)
         shapes.append(logits.shape)
-        return logits
+        return logits, pooled
 
     engine.runner.launch = launch_and_look  # type: ignore[method-assign]
     return shapes

@@ -45,8 +45,8 @@ from mlx_paged.engine.request import Completion, Request, TokenRules
 from mlx_paged.engine.sampling import grammar, grammar_trial
 from mlx_paged.engine.sampling.grammar import CompiledGrammar, GrammarCompiler
 from mlx_paged.engine.sampling.sampler import sample
-from mlx_paged.engine.sampling.sampling_state import GrammarState, StructuredOutputError, fill_masks
-from mlx_paged.errors import ArgumentError
+from mlx_paged.engine.sampling.sampling_state import GrammarState, fill_masks
+from mlx_paged.errors import ArgumentError, StructuredOutputError
 from mlx_paged.request import CompletionOutput, RequestOutput
 
 in_all_ways = pytest.mark.usefixtures("run_ahead")

@@ -19,7 +19,7 @@ from fuzzing import Case, Defect, what_is_wrong
 from paged_testing.integrity import check_scheduler
 
 from mlx_paged import AsyncEngine, Engine, SamplingParams
-from mlx_paged.engine.async_engine import EngineStoppedError
+from mlx_paged.errors import EngineStoppedError
 
 NUM_GOOD = 24
 # Of the two best log-probabilities of a greedy token, below which rounding may choose.

@@ -18,15 +18,18 @@ from pathlib import Path
 
 import mlx.core as mx
 from paged_testing.by_hand import slots_of, step_of
+from pytest import MonkeyPatch
 
 from mlx_paged.ops import (
     AffineFormat,
     AttentionParams,
     KVFormat,
     KVHandle,
+    choose,
     kernels,
 )
 from mlx_paged.ops.metal import MetalBackend
+from mlx_paged.ops.rows_matmul import rows_matmul
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -50,6 +53,13 @@ def call_every_kernel() -> mx.array:
     params = AttentionParams(0.125, holds_latents=True)
     q = mx.zeros((1, 8, 576), mx.bfloat16)
     out = out.sum() + metal.attend(q, latents, metadata, params).sum() + latents.fence.sum()
+    weights = mx.quantize(mx.zeros((8, 64), mx.bfloat16), 64, 4)
+    with MonkeyPatch.context() as patch:
+        patch.setattr(choose, "is_metal_available", lambda: True)
+        product = rows_matmul(
+            mx.zeros((1, 64), mx.bfloat16), *weights, bits=4, group_size=64, mode="affine"
+        )
+    out += product.sum()
     return out + kv.fence.sum() + quantised.fence.sum()
 
 

@@ -10,8 +10,16 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
+import mlx.nn as nn
 import pytest
-from helpers.engine_runs import lose_all_kv
+from helpers.engine_runs import (
+    CONFIG,
+    greedy,
+    livelier_model,
+    lose_all_kv,
+    make_engine,
+    run,
+)
 from helpers.fast_lane import mostly_slow
 from helpers.fence_order import disorders
 from helpers.workloads import Workload, assert_all_same
@@ -242,6 +250,25 @@ def test_requests_of_every_kind_get_the_tokens_of_plain_mlx_one_step_ahead_on_ke
         )
         assert tokens_ahead == tokens_waiting
     assert replays.total() > 20
+
+
+def test_linear_layers_that_multiply_by_rows_take_a_launch_each(compiler):
+    model = livelier_model(CONFIG | {"head_dim": 32, "tie_word_embeddings": True})
+    nn.quantize(model, group_size=32, bits=4)
+    token_ids, num_launches = [], Counter()
+    for backend, option in (("reference", "mlx"), ("metal", "rows")):
+        with emulated_metal(Checks.quick()) as trace:
+            engine = make_engine(model, backend=backend, matmul=option)
+            for name in ("a", "b"):
+                engine.add_request(name, [ord(name) % 50] * 9, greedy(4))
+            outputs = run(engine)
+            num_launches = Counter(call.kernel for call in trace)
+            engine.close()
+        token_ids.append([outputs[name].outputs[0].token_ids for name in ("a", "b")])
+    assert token_ids[0] == token_ids[1]
+    # Seven in each of two layers and the logits, in three decodes of two rows. The prompts have 18
+    # rows; the two with logits alone go through six products at the end.
+    assert num_launches["mlx_paged_rows_matmul"] == 3 * 15 + 6
 
 
 def test_fourteen_calls_lead_from_the_library_to_a_decode_on_metal(demo, compiler):

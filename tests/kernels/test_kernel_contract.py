@@ -4,6 +4,7 @@ library.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
 from dataclasses import replace
@@ -19,6 +20,7 @@ from paged_testing.by_hand import step_of
 
 from mlx_paged.ops import AttentionParams, KVFormat, KVHandle, attention_plan, kernels
 from mlx_paged.ops.metal_sources import read_source
+from mlx_paged.ops.rows_matmul import rows_matmul
 
 
 def header_constants():
@@ -155,6 +157,7 @@ def varied_calls():
         METAL.copy_blocks(kv, [(0, n) for n in range(1, 20)])
     quantised_calls()
     latent_calls()
+    matmul_calls()
 
 
 def latent_calls():
@@ -179,6 +182,14 @@ def quantised_calls():
         METAL.attend(problem.q, kv, problem.metadata, problem.params)
         METAL.gather_blocks(kv, problem.tables[0], 1)
         METAL.gather_blocks(kv, problem.tables[0], kv.block_size * len(problem.tables[0]))
+
+
+def matmul_calls():
+    """One and two passes of four rows, with one simdgroup and several to share K."""
+    for num_columns, width, num_rows in itertools.product((8, 41), (64, 2112), (4, 8)):
+        weights = mx.quantize(mx.ones((num_columns, width), mx.float16))
+        x = mx.ones((num_rows, 1, width), mx.float16)
+        rows_matmul(x, *weights, bits=4, group_size=64, mode="affine")
 
 
 @pytest.fixture(scope="module")

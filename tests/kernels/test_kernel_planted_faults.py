@@ -56,6 +56,7 @@ def test_every_barrier_is_counted():
         "paged_attention": 1,
         "paged_attention_affine": 1,
         "merge_partitions": 1,
+        "rows_matmul": 1,
     }
 
 

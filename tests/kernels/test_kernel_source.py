@@ -17,7 +17,7 @@ from mlx_paged.ops import AttentionParams, KVFormat, KVHandle, kernels
 from mlx_paged.ops.metal_sources import METAL_FOLDER, read_source
 
 FILES = [
-    *kernels.HEADERS,
+    *dict.fromkeys([*kernels.HEADERS, *kernels.MATMUL_HEADERS]),
     *sorted({f"{part}.metal" for name in kernels.KERNELS for part in kernels.parts_of(name)}),
 ]
 
@@ -61,7 +61,7 @@ def test_the_emulator_runs_what_the_installed_mlx_would_compile(printed, recorde
             f"mlx_paged_{name}",
             *kernels.KERNELS[name],
             kernels.body(name),
-            kernels.header(),
+            kernels.header(name),
         )
         inputs = [InputType.of(array) for array in call["inputs"]]
         sources[name] = source.instantiate(inputs, call["output_dtypes"], call["template"]).source

@@ -59,10 +59,12 @@ def test_without_a_right_key_there_is_401_in_the_shape_of_the_protocol(
     headers: dict[str, str], message: str
 ):
     app = guarded(api_keys=KEYS)
-    openai, anthropic = (
-        ask(app, "POST", path, headers=headers) for path in ("/v1/chat/completions", "/v1/messages")
+    openai, anthropic, ollama = (
+        ask(app, "POST", path, headers=headers)
+        for path in ("/v1/chat/completions", "/v1/messages", "/api/chat")
     )
-    assert openai.status == anthropic.status == 401
+    assert openai.status == anthropic.status == ollama.status == 401
+    assert message in ollama.json["error"]
     assert message in openai.json["error"]["message"]
     assert openai.json["error"]["code"] == "invalid_api_key"
     assert openai.headers["www-authenticate"] == "Bearer"

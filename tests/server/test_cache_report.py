@@ -29,9 +29,11 @@ def client_of(service: Service, *keys: str) -> TestClient:
     return client_with(service, replace(service.settings, api_keys=read_api_keys(keys)))
 
 
-def say_secret(client: TestClient, key: str) -> None:
-    body = {"prompt": SECRET * 4, "max_tokens": 1}
-    assert client.post("/v1/completions", json=body, headers={"x-api-key": key}).status_code == 200
+def say_secret(client: TestClient, key: str, path: str = "/v1/completions") -> None:
+    is_ollama = path.startswith("/api")
+    limit = {"raw": True, "options": {"num_predict": 1}} if is_ollama else {"max_tokens": 1}
+    body = {"prompt": SECRET * 4, **limit}
+    assert client.post(path, json=body, headers={"x-api-key": key}).status_code == 200
 
 
 @pytest.mark.parametrize("keys", [(), ("alice A", "B")])
@@ -68,12 +70,20 @@ def test_a_parameter_that_makes_no_sense_is_refused_by_name(
     assert answer.json()["error"]["param"] == query.partition("=")[0]
 
 
-@pytest.mark.parametrize("keys", [("key2 A", "B"), ("A", "key1 B"), ("alice A", "bob B")])
+@pytest.mark.parametrize(
+    ("keys", "path"),
+    [
+        (("key2 A", "B"), "/v1/completions"),
+        (("A", "key1 B"), "/v1/completions"),
+        (("alice A", "bob B"), "/v1/completions"),
+        (("ann A", "ben B"), "/api/generate"),
+    ],
+)
 def test_allowed_texts_are_shown_to_the_user_whose_they_are_alone(
-    service: Service, keys: tuple[str, str]
+    service: Service, keys: tuple[str, str], path: str
 ):
     client = client_of(replace(service, settings=ServerSettings(allow_cache_texts=True)), *keys)
-    say_secret(client, "A")
+    say_secret(client, "A", path)
     own, others = (
         client.get("/v1/cache?text=true", headers={"x-api-key": key}) for key in ("A", "B")
     )

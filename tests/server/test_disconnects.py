@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from mlx_paged.server import routes
 from mlx_paged.server.app import App
 from mlx_paged.server.errors import ApiError, until_disconnect
-from mlx_paged.server.http.sse import EventStream, event
+from mlx_paged.server.http.sse import EventStream, LineStream, event
 from mlx_paged.server.service import MAX_PREPARING
 
 LONG = {"prompt": "One two three", "max_tokens": 4000, "ignore_eos": True}
@@ -257,6 +257,15 @@ def test_an_error_in_the_middle_of_a_stream_is_its_last_event(path, first_line):
     assert last.startswith(first_line) and b"secret" not in last
 
 
+def test_an_error_in_the_middle_of_lines_is_the_last_of_them():
+    async def events():
+        yield LineStream.encode({"number": 1})
+        raise ApiError(503, "It is over.")
+
+    *_, first, last, end = send_stream(LineStream(events()), "/api/chat")
+    assert (first, last, end) == (b'{"number":1}\n', b'{"error":"It is over."}\n', b"")
+
+
 def test_a_stream_without_events_says_that_it_lives(monkeypatch):
     monkeypatch.setattr(EventStream, "max_pause", 0.02)
 
@@ -270,6 +279,10 @@ def test_a_stream_without_events_says_that_it_lives(monkeypatch):
     _, *comments, last, end = send_stream(EventStream(events()), told=bodies)
     assert len(comments) >= 2 and all(each.startswith(b": ") for each in comments)
     assert last == b'data: {"number":1}\n\n' and end == b""
+    # Where no line may be a comment, spaces come before the next one.
+    bodies.clear()
+    _, *spaces, last, end = send_stream(LineStream(events()), told=bodies)
+    assert len(spaces) >= 2 and set(spaces) == {b" "}
 
 
 def test_events_are_one_line_each():

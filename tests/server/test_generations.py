@@ -15,9 +15,13 @@ import pytest
 from helpers.servers import ask, is_idle, make_service, running_service, serving, wait_until
 
 from mlx_paged import SamplingParams
-from mlx_paged.answers.chat_template import ChatTemplateError
-from mlx_paged.engine.async_engine import EngineStoppedError
-from mlx_paged.errors import ArgumentError, CacheFullError, PromptTooLongError
+from mlx_paged.errors import (
+    ArgumentError,
+    CacheFullError,
+    ChatTemplateError,
+    EngineStoppedError,
+    PromptTooLongError,
+)
 from mlx_paged.options.sampling_params import RequestOutputKind
 from mlx_paged.server.app import App
 from mlx_paged.server.errors import ApiError, api_error

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 import pytest
 from helpers.asgi import IdleEngine, ask, echo
 
-from mlx_paged.engine.async_engine import EngineStoppedError
-from mlx_paged.errors import ArgumentError
+from mlx_paged.errors import ArgumentError, EngineStoppedError
 from mlx_paged.server import program
 from mlx_paged.server.http import http_server
 from mlx_paged.server.http.http_server import Gate, bind, close_all, is_loopback, url_of
@@ -113,7 +112,7 @@ def test_as_many_may_connect_as_files_may_be_open(
     now = [limits]
     monkeypatch.setattr(program.resource, "getrlimit", lambda _: now[-1])
     monkeypatch.setattr(program.resource, "setrlimit", lambda _, each: now.append(each))
-    assert program._max_connections() == num_connections
+    assert program.max_connections() == num_connections
     assert now[1:] == ([] if wanted is None else [wanted])
 
 

@@ -75,6 +75,8 @@ REQUESTS = [
     ("/v1/messages", {"messages": user(LONG), "max_tokens": 3, "model": "demo"}),
     ("/v1/messages/count_tokens", {"messages": user(LONG), "model": "demo"}),
     ("/v1/responses", {"input": LONG}),
+    ("/api/chat", {"messages": user(LONG)}),
+    ("/api/generate", {"prompt": LONG, "raw": True}),
     ("/tokenize", {"prompt": LONG}),
     ("/tokenize", {"messages": user(LONG)}),
 ]
@@ -87,13 +89,14 @@ def test_a_text_of_too_many_tokens_is_never_encoded_whole_nor_on_the_event_loop(
     with serving(App(spied)) as url:
         answer = ask(url, path, body)
     assert answer.status == 400
-    assert answer.body["error"]["message"] == (
+    error = answer.body["error"]
+    assert (error if path.startswith("/api") else error["message"]) == (
         "prompt is too long: a prompt of more than 5120 tokens leaves no room for an answer: "
         "prompt and answer have at most 4096 tokens together; the model was made for no more; "
         "shorten the prompt"
     )
-    if "/messages" not in path:
-        assert answer.body["error"]["code"] == "context_length_exceeded"
+    if "/messages" not in path and not path.startswith("/api"):
+        assert error["code"] == "context_length_exceeded"
     tokenizer: Any = spied.tokenizer
     assert max(tokenizer.lengths) <= PIECE_LEN and sum(tokenizer.lengths) <= 2 * PIECE_LEN
     assert all(name.startswith(THREADS) for name in tokenizer.threads)

@@ -14,7 +14,8 @@ from starlette.testclient import TestClient
 
 from mlx_paged import SamplingParams
 from mlx_paged.engine.stats import CACHED, EngineView
-from mlx_paged.server.page import MAX_CELLS, security_policy
+from mlx_paged.server.http.access import security_policy
+from mlx_paged.server.page import MAX_CELLS
 from mlx_paged.server.service import Service
 
 

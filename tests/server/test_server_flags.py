@@ -356,7 +356,7 @@ def test_an_interrupt_while_the_model_is_loaded_ends_quietly(loading_raises, cap
 def test_clients_call_a_model_by_the_last_part_of_its_path(tmp_path: Path):
     (tmp_path / "Qwen3-0.6B-4bit").mkdir()
     names = [
-        program._model_name(model)
+        program.name_of(model)
         for model in (None, "mlx-community/Qwen3-0.6B-4bit", f"{tmp_path}/Qwen3-0.6B-4bit/")
     ]
     assert names == ["demo", "mlx-community/Qwen3-0.6B-4bit", "Qwen3-0.6B-4bit"]

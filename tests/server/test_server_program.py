@@ -18,7 +18,7 @@ from helpers.server_programs import Program, running
 from helpers.servers import ask, bodies_of, num_cached
 
 from mlx_paged.__main__ import main as run_command
-from mlx_paged.engine.thread import STUCK_STATUS
+from mlx_paged.errors import STUCK_STATUS
 
 LONG = {
     "prompt": "The code of apple is 4821.",

@@ -27,6 +27,8 @@ class Client:
 CLIENTS = {
     "openai": Client("openai_client.py", ("openai==3.54.0",)),
     "anthropic": Client("anthropic_client.py", ("anthropic==2.12.0",)),
+    "ollama": Client("ollama_client.py", ("ollama==0.6.3",)),
+    "ollama-js": Client("ollama_client.mjs", ("ollama@0.6.4",), is_node=True),
     # It imports mcp without asking for it.
     "litellm": Client("litellm_client.py", ("litellm==1.106.2", "mcp==2.3.0")),
     "langchain": Client(

@@ -10,7 +10,8 @@ from metal_emulator import Checks, patched
 from metal_emulator.checks import Call
 from pytest import MonkeyPatch
 
-from mlx_paged.ops import choose, in_place, kernels, self_check
+from mlx_paged.models import matmul_choice
+from mlx_paged.ops import choose, in_place, kernels, rows_matmul, self_check
 from mlx_paged.ops.metal import MetalBackend
 
 
@@ -31,6 +32,9 @@ def emulated_metal(
     with MonkeyPatch.context() as patch, patched(checks) as trace:
         patch.setattr(choose, "is_metal_available", lambda: True)
         patch.setattr(mx, "compile", lambda function: function)
+        # Durations on the emulator mean nothing, and the check of this kernel has tests of its own.
+        patch.setattr(matmul_choice, "known_choices", lambda modules, clock: {})
+        patch.setattr(matmul_choice, "try_rows_matmul", lambda *_: True)
         # The check at start-up has a slab of a megabyte and many turns, which take the emulator
         # seconds.
         for name, value in (("NUM_BLOCKS", 4), ("NUM_KV_HEADS", 1), ("NUM_TURNS", 2)):
@@ -53,3 +57,4 @@ def _forget_verdicts() -> None:
     kernels.kernel.cache_clear()
     in_place.writes_in_place.forget()
     self_check.try_kernels.forget()
+    rows_matmul.try_rows_matmul.forget()

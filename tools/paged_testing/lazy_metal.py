@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 from pytest import MonkeyPatch
 
 from mlx_paged.cache import paged
+from mlx_paged.models import matmul_choice
 from mlx_paged.ops import choose, device, kernels
 from mlx_paged.ops.backend import Backend
 from mlx_paged.ops.formats import Parts
@@ -62,6 +63,8 @@ def stand_in_metal(
         patch.setattr(paged, "NUM_WATCHED_STEPS", 0)
         # Stand-ins would not pass the check at start-up.
         patch.setattr(choose, "working_backend", lambda _: backend())
+        patch.setattr(matmul_choice, "try_rows_matmul", lambda *_: True)
+        patch.setattr(matmul_choice, "known_choices", lambda modules, clock: {})
         patch.setattr(mx.fast, "metal_kernel", metal_kernel)
         kernels.kernel.cache_clear()
         try:

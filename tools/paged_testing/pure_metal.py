@@ -18,7 +18,7 @@ import mlx.core as mx
 from pytest import MonkeyPatch
 
 from mlx_paged.ops import attention_plan as plans
-from mlx_paged.ops import device
+from mlx_paged.ops import choose, device, rows_matmul
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metal import MetalBackend
 from paged_testing.lazy_metal import stand_in_metal
@@ -181,10 +181,24 @@ def _normed(out: mx.array, top: mx.array, total: mx.array, sinks: mx.array) -> m
     return out / (total + mx.exp(sinks[: out.shape[-2]] - top))[..., None]
 
 
+def _rows_matmul(call: SimpleNamespace) -> list[mx.array]:
+    """In the order of sums of the kernel."""
+    modes = {number: mode for mode, (number, *_) in rows_matmul.MODES.items()}
+    options = {"mode": modes[call.MODE], "bits": call.BITS, "group_size": 0}
+    weights = [call.weight]
+    if call.MODE != 0:
+        options["group_size"] = call.x.shape[-1] // call.scales.shape[1]
+        weights += [call.scales] if call.biases is call.scales else [call.scales, call.biases]
+    with MonkeyPatch.context() as patch:
+        patch.setattr(choose, "is_metal_available", lambda: False)
+        return [rows_matmul.rows_matmul(call.x, *weights, **options)]
+
+
 _KERNELS: dict[str, Callable[..., list[mx.array]]] = {
     "reshape_and_cache": _reshape_and_cache,
     "paged_attention": _paged_attention,
     "merge_partitions": _merge_partitions,
     "gather_blocks": _gather_blocks,
     "copy_blocks": _copy_blocks,
+    "rows_matmul": _rows_matmul,
 }

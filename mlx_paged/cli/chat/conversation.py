@@ -12,7 +12,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.answers.chat_template import (
     NO_TEMPLATE,
-    ChatTemplateError,
     normalise_messages,
     render_after_prefix,
     render_chat,
@@ -20,6 +19,7 @@ from mlx_paged.answers.chat_template import (
 from mlx_paged.answers.conversation_encoder import ConversationEncoder, Prompt, Verbatim, decoded
 from mlx_paged.answers.dialect import PLAIN, AnswerFormat
 from mlx_paged.engine.engine import Engine
+from mlx_paged.errors import ChatTemplateError
 from mlx_paged.generation import GenerationResponse, Progress, stream_request
 from mlx_paged.options.sampling_params import SamplingParams
 

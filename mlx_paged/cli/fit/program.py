@@ -64,7 +64,7 @@ def setup_list_parser(prog: str | None = None) -> Parser:
         prog=prog or "python -m mlx_paged list",
         description="List the models in the cache of the Hugging Face hub and in folders: how "
         "large they are, how they run here, and whether they fit into this machine. No weights are "
-        "read. To download a model, use hf download REPO; to delete one, hf cache rm model/REPO.",
+        "read. mlx-paged pull downloads a model, and mlx-paged rm removes one.",
     )
     folder_help = "a folder of models, or a model's own folder"
     parser.add_argument("folders", metavar="FOLDER", nargs="*", help=folder_help)

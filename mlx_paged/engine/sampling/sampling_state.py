@@ -19,7 +19,7 @@ from mlx_lm.sample_utils import apply_top_k, apply_top_p
 from mlx_paged.answers.tokens import ReasoningLimit
 from mlx_paged.engine.request import Completion
 from mlx_paged.engine.sampling.grammar import CompiledGrammar, matcher_error
-from mlx_paged.errors import request_error
+from mlx_paged.errors import StructuredOutputError, request_error
 from mlx_paged.options.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.options.sampling_params import SamplingParams
 
@@ -119,10 +119,6 @@ def _ends_of(ends: _Ends, token_ids: Sequence[int], num_output_tokens: int) -> l
         if length <= num_output_tokens:
             found += ends.get(tuple(token_ids[-length:]), ())
     return found
-
-
-class StructuredOutputError(ValueError):
-    """An answer can't be continued within its grammar."""
 
 
 class GrammarState:

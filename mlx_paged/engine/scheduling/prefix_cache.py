@@ -96,7 +96,7 @@ class PrefixCache:
             self._hash_blocks(completion)
             hit = self._longest_hit(completion)
             num_cached = hit.num_tokens
-        elif self._last_sequence is not None:
+        elif self._last_sequence is not None and completion.request.pooling is None:
             self._hash_blocks(completion)
             num_usable = max(0, _num_findable_tokens(completion) - 1) // self._block_size
             hashes = completion.block_hashes[:num_usable]
@@ -149,14 +149,18 @@ class PrefixCache:
 
     def cache_blocks(self, completion: Completion) -> list[int]:
         """Cache the blocks that the newest step has filled, as far as their tokens are known;
-        returns the ids of the new ones.
+        returns the ids of the new ones. Of a request that is pooled, only shared tokens are cached:
+        others are of no use to later requests, and would evict conversations.
         """
         if not self._finds_blocks:
             return []
         self._hash_blocks(completion)
-        num_new_blocks = self._manager.cache_blocks(completion.seq_id, completion.block_hashes)
+        hashes, pooling = completion.block_hashes, completion.request.pooling
+        if pooling is not None:
+            hashes = hashes[: pooling.num_shared_tokens // self._block_size]
+        num_new_blocks = self._manager.cache_blocks(completion.seq_id, hashes)
         num_full_blocks = completion.num_computed_tokens // self._block_size
-        end = min(num_full_blocks, len(completion.block_hashes))
+        end = min(num_full_blocks, len(hashes))
         block_ids: list[int] = []
         for table in self._manager.groups[completion.seq_id]:
             num_evicted = table.num_evicted_tokens // self._block_size
@@ -166,6 +170,8 @@ class PrefixCache:
 
     def end(self, completion: Completion) -> None:
         """A request is finished, and its blocks, if it has any, are about to be freed."""
+        if completion.request.pooling is not None:
+            return  # It leaves everything as it was.
         table = self._manager.tables.get(completion.seq_id)
         if self._last_sequence is not None and table is not None:
             self._hash_blocks(completion)
@@ -357,6 +363,8 @@ class PrefixHistory:
         """
         if not self.max_num_tokens or completion.num_unscored_tokens:
             return None  # Prompts that are scored are computed in any case.
+        if completion.request.pooling is not None:
+            return None  # Nothing of them is kept.
         report = self._explain(completion, num_cached_tokens, num_tokens_with_kv)
         self.reports.append(report)
         num_missed = report.num_prompt_tokens - report.num_cached_tokens

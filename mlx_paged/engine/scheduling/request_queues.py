@@ -223,13 +223,15 @@ class RequestQueues:
         """Refuse a request that can never run; from any thread.
 
         Raises:
-            PromptTooLongError: its prompt leaves no token for an answer within ``max_model_len``,
-                or the budget can never hold it; the message has the numbers.
+            PromptTooLongError: its prompt, and the first token of an answer if there is one, exceed
+                ``max_model_len``, or the budget can never hold it; the message has the numbers.
             ValueError: it has more completions than ``max_num_seqs``.
         """
-        limit = self._config.max_model_len
-        if limit is not None and completion.num_tokens >= limit:
-            raise prompt_beyond_context(completion.num_tokens, limit, self._context_length)
+        limit, is_pooled = self._config.max_model_len, completion.request.pooling is not None
+        if limit is not None and completion.num_tokens >= limit + is_pooled:
+            raise prompt_beyond_context(
+                completion.num_tokens, limit, self._context_length, has_answer=not is_pooled
+            )
         if completion.num_seqs > self._config.max_num_seqs:
             raise ArgumentError(
                 f"[scheduler] {completion.num_seqs} completions of one request are more than may "

@@ -5,7 +5,7 @@ by the cost of its steps on this device.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
@@ -340,12 +340,14 @@ def speculation_of(
     drafter: DraftModel | None,
     run_ahead: bool,
     reads_grammars: bool,
+    by_rows: Collection[int] = (),
 ) -> Speculation:
     """How an engine speculates.
 
     Args:
         drafter: a draft model; ``None`` for prompt look-up.
         reads_grammars: of :class:`Speculation`.
+        by_rows: of :func:`row_costs`.
 
     Raises:
         ArgumentError: there is a draft model, and ``num_draft_tokens`` is 0.
@@ -361,8 +363,8 @@ def speculation_of(
     return Speculation(
         drafter or PROMPT_LOOKUP,
         int(num_draft_tokens),
-        cost_of(model),
-        NO_COST if drafter is None else cost_of(drafter.model),
+        cost_of(model, by_rows=by_rows),
+        NO_COST if drafter is None else cost_of(drafter.model, by_rows=by_rows),
         WAITING_SHARE if run_ahead else 0.0,
         CPU_MIN_GAIN if device.is_cpu() else 1.0,
         repeats_runs=model.state_nbytes > 0,
@@ -400,7 +402,7 @@ def check_draft_model(draft_model: object, model: LanguageModel, kv: str) -> Lan
         )
     elif isinstance(draft_model, Head) and not draft_model.is_of(model):
         problem = "is a head of another model; load it for this one"
-    elif isinstance(draft_model, Head) and not model.gives_hidden_rows:
+    elif isinstance(draft_model, Head) and not model.hidden_row_size:
         problem = (
             f"can't be a head of this {model_type_of(model)}, {model.description}: it gives no "
             "hidden rows; leave draft_model out"

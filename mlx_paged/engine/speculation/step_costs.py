@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -85,12 +85,41 @@ ROW_COSTS: dict[str, dict[str, dict[int, float]]] = {
 }
 CHIPS = {13: "M1", 14: "M2", 15: "M3", 16: "M4", 17: "M5"}  # by the GPU's generation
 DEAREST_CHIP = "M1 Ultra"  # for a GPU that is not one of Apple's
+# The same where rows_matmul runs, over one row by MLX: the estimates of `python -m benchmarks
+# few_rows`, by instructions and published bandwidths, for the dearest chip of a generation. Experts
+# stay with MLX, so mixtures have the costs above.
+_TWO_BITS_BY_ROWS = {2: 1.30, 3: 1.60, 4: 1.90, 5: 2.19, 6: 3.19, 8: 3.79, 16: 7.58}
+_EIGHT_BITS_BY_ROWS = {2: 1.00, 3: 1.01, 4: 1.03, 5: 1.06, 6: 1.15, 8: 1.24, 16: 2.03}  # M1 Max
+_EIGHT_BITS_BY_ROWS_LATER = {2: 1.00, 3: 1.01, 4: 1.02, 5: 1.04, 6: 1.12, 8: 1.20, 16: 1.89}
+_SIXTEEN_BITS_BY_ROWS = {2: 1.00, 5: 1.01, 8: 1.03, 16: 1.19}
+_M1_BY_ROWS = {
+    "2 bits": _TWO_BITS_BY_ROWS,
+    "4 bits": {2: 1.02, 3: 1.08, 4: 1.16, 5: 1.26, 6: 1.63, 8: 1.89, 16: 3.65},  # M1 Max
+    "8 bits": _EIGHT_BITS_BY_ROWS,
+    "16 bits": _SIXTEEN_BITS_BY_ROWS,
+}
+_LATER_BY_ROWS = _M1_BY_ROWS | {"8 bits": _EIGHT_BITS_BY_ROWS_LATER}
+COSTS_BY_ROWS: dict[str, dict[str, dict[int, float]]] = {
+    "M1": _M1_BY_ROWS,
+    "M2": _M1_BY_ROWS,
+    "M3": _LATER_BY_ROWS
+    | {"4 bits": {2: 1.01, 3: 1.03, 4: 1.07, 5: 1.12, 6: 1.32, 8: 1.48, 16: 2.70}},
+    "M4": _LATER_BY_ROWS
+    | {"4 bits": {2: 1.01, 3: 1.05, 4: 1.11, 5: 1.18, 6: 1.46, 8: 1.67, 16: 3.15}},
+    "M5": _LATER_BY_ROWS
+    | {"4 bits": {2: 1.02, 3: 1.07, 4: 1.14, 5: 1.23, 6: 1.56, 8: 1.80, 16: 3.44}},
+}
 _EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 
 
-def cost_of(model: LanguageModel, chip: str | None = None) -> StepCost:
+def cost_of(
+    model: LanguageModel, chip: str | None = None, by_rows: Collection[int] = ()
+) -> StepCost:
     """The cost of a step of a model on a chip, such as ``"M2 Max"``, in bytes that are read; by
     default on the default device, in any unit.
+
+    Args:
+        by_rows: of :func:`row_costs`; without effect on a CPU.
     """
     shared = model.shared_output if isinstance(model, Head) else None
     num_parameters = num_parameters_of(model)
@@ -102,22 +131,36 @@ def cost_of(model: LanguageModel, chip: str | None = None) -> StepCost:
         return StepCost.linear(CPU_WEIGHTS_PER_LAYER * model.num_layers, per_row)
     bits = 8 * weight_nbytes(model, shared) / num_parameters
     read = nbytes_read(model, 1) + (0 if shared is None else weight_nbytes(shared))
-    return StepCost.relative(row_costs(bits, bool(num_experts_per_token(model)), chip), read)
+    is_mixture = bool(num_experts_per_token(model))
+    return StepCost.relative(row_costs(bits, is_mixture, chip, by_rows), read)
 
 
-def row_costs(bits: float, is_mixture: bool, chip: str | None = None) -> Mapping[int, float]:
-    """The row of ``ROW_COSTS`` for a chip, by default for this machine's GPU.
+def row_costs(
+    bits: float, is_mixture: bool, chip: str | None = None, by_rows: Collection[int] = ()
+) -> Mapping[int, float]:
+    """The row of ``ROW_COSTS`` for a chip, by default for this machine's GPU; and that of
+    ``COSTS_BY_ROWS`` for the numbers of rows that ``rows_matmul`` multiplies.
 
     Args:
         bits: the average of a weight, with scales and biases.
         is_mixture: of experts.
+        by_rows: ``Matmul.usual_rows``.
     """
     chip = chip or _chip_here()
     chip = chip if chip in ROW_COSTS else chip.partition(" ")[0]
     if is_mixture:
         return ROW_COSTS[chip]["mixture"]
     kinds = {4.0: "2 bits", 8.0: "4 bits", 12.0: "8 bits"}
-    return ROW_COSTS[chip][next((kind for most, kind in kinds.items() if bits < most), "16 bits")]
+    kind = next((kind for most, kind in kinds.items() if bits < most), "16 bits")
+    costs = ROW_COSTS[chip][kind]
+    if not by_rows:
+        return costs
+    others = COSTS_BY_ROWS[chip.partition(" ")[0]][kind]
+    by_mlx, by_kernel = StepCost.relative(costs), StepCost.relative(others)
+    return {
+        count: (by_kernel if count in by_rows else by_mlx).of(count)
+        for count in sorted({*costs, *others})
+    }
 
 
 def _chip_here() -> str:

@@ -150,11 +150,15 @@ def prepare_final_norm(calls: Calls, run: Callable[[], mx.array], axis: int) -> 
 def _of_wanted_rows(kind: type[Module]) -> type[Module]:
     def call(self: Module, x: mx.array, *args: Any, **kwargs: Any) -> Any:
         wanted, hidden = _wanted.get(), wanted_hidden_rows()
-        if hidden is None:
-            x = x if wanted is None else mx.take(x, wanted[0], axis=wanted[1])
-            return kind.__call__(self, x, *args, **kwargs)
+        takes_all = hidden is not None and hidden.takes_all
+        if wanted is not None and not takes_all:
+            x = mx.take(x, wanted[0], axis=wanted[1])
         normed = kind.__call__(self, x, *args, **kwargs)
-        hidden.take(x, normed)
-        return normed if wanted is None else mx.take(normed, wanted[0], axis=wanted[1])
+        if hidden is not None:
+            if takes_all:
+                hidden.take(x, normed)
+                normed = normed if wanted is None else mx.take(normed, wanted[0], axis=wanted[1])
+            hidden.take_of_logits(normed)
+        return normed
 
     return type(kind.__name__, (kind,), {"__call__": call, "keeps_wanted_rows": True})

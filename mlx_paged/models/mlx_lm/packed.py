@@ -131,8 +131,8 @@ class PackedModel(LanguageModel):
         return any(entry is not None for entry in self._recording.entries)
 
     @property
-    def gives_hidden_rows(self) -> bool:
-        return self._recording.keeps_wanted_rows
+    def hidden_row_size(self) -> int:
+        return self._recording.hidden_row_size
 
     @property
     def num_layers(self) -> int:
@@ -158,6 +158,7 @@ class Recording:
         entries: for each of these caches its index in ``layers``; ``None`` for an unused cache.
         vocab_size: the width of the logits.
         keeps_wanted_rows: whether the model's last norm can drop rows.
+        hidden_row_size: the width of that norm's rows; 0 if it can't.
         ropes: for each layer the module whose result its keys are; ``None`` where that is not RoPE.
         attention: routes the model's attention to this package's caches for as long as it lives.
     """
@@ -167,6 +168,7 @@ class Recording:
     entries: tuple[int | None, ...]
     vocab_size: int
     keeps_wanted_rows: bool
+    hidden_row_size: int
     ropes: tuple[Module | None, ...]
     attention: AttentionPatch
 
@@ -259,6 +261,7 @@ def record_packed(model: Module, recurrent: RecurrentCaches) -> Recording:
         tuple(None if entry.spec is None else next(indices) for entry in run.entries),
         run.logits.shape[-1],
         is_prepared,
+        run.calls.of_kind("norm")[-1][1].shape[-1] if is_prepared else 0,
         ropes or (None,),
         attention,
     )

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import ipaddress
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from urllib.parse import urlsplit
 
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import HTMLResponse
 from starlette.types import ASGIApp, Scope
 
 from mlx_paged.errors import shown
 from mlx_paged.server.errors import ApiError, Guard
 from mlx_paged.server.settings import ApiKey, KeyFile, ServerSettings, num_users
 
-# The health check, and the page, which is static: its data comes from paths that need a key.
-OPEN_PATHS = frozenset({"/", "/health"})
-_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+# Headers that a router writes and removes from the requests of clients begin with this.
+ROUTER_PREFIX = b"x-mlx-paged-"
+_USER_HEADER = ROUTER_PREFIX + b"user"
 
 
 @dataclass(frozen=True)
@@ -28,11 +35,15 @@ class Principal:
         name: the name of the key, for logs; ``"-"`` if no key is needed.
         cache_salt: the salt of the user's cached K/V; ``None`` if users share them.
         is_alone: whether there is no other user.
+        models: the names of the models that the user may use; ``None`` for all.
+        is_admin: whether the user may load and unload models.
     """
 
     name: str = "-"
     cache_salt: str | None = None
     is_alone: bool = True
+    models: frozenset[str] | None = None
+    is_admin: bool = False
 
     def salted(self, cache_salt: str | None) -> str | None:
         """Combine the user's salt with that of a request; different pairs give different salts."""
@@ -47,6 +58,11 @@ class Principal:
         if self.cache_salt is None or cache_salt is None:
             return False
         return cache_salt == self.cache_salt or cache_salt.startswith(f'["{self.cache_salt}", ')
+
+    def header(self) -> tuple[bytes, bytes]:
+        """The header in which a router passes the user to the process of a model."""
+        value = json.dumps([self.name, self.cache_salt, self.is_alone])
+        return _USER_HEADER, value.encode()
 
 
 ANONYMOUS = Principal()
@@ -77,7 +93,7 @@ class Access(Guard):
     def refusal(self, scope: Scope) -> ApiError | None:
         if self._key_file is not None and self._key_file.keys is not self._keys:
             self._read(self._key_file.keys)
-        is_open = scope["path"] in OPEN_PATHS and scope["method"] in _SAFE_METHODS
+        is_open = is_open_path(scope["path"]) and scope["method"] in SAFE_METHODS
         principal = ANONYMOUS if is_open or not self._keys else None
         key = _key_in(dict(scope["headers"]))
         if key is not None:
@@ -100,14 +116,28 @@ def _key_in(headers: Mapping[bytes, bytes]) -> bytes | None:
 
 
 def _principal_of(key: ApiKey, share_cache: bool, is_alone: bool) -> Principal:
-    if share_cache:
-        return Principal(key.name, is_alone=is_alone)
-    text = "mlx_paged user {} {}".format(*key.user)
-    return Principal(key.name, hashlib.sha256(text.encode()).hexdigest()[:32], is_alone)
+    salt = None
+    if not share_cache:
+        text = "mlx_paged user {} {}".format(*key.user)
+        salt = hashlib.sha256(text.encode()).hexdigest()[:32]
+    return Principal(key.name, salt, is_alone, key.models, key.is_admin)
 
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+class BehindRouter(Guard):
+    """Sets ``scope["state"]["principal"]`` to the user that the router in front has found. Only the
+    router can reach the socket.
+    """
+
+    def refusal(self, scope: Scope) -> ApiError | None:
+        value = dict(scope["headers"]).get(_USER_HEADER)
+        if value is None:
+            return ApiError(401, "the request does not come from the router")
+        scope.setdefault("state", {})["principal"] = Principal(*json.loads(value))
+        return None
 
 
 class OriginGuard(Guard):
@@ -137,7 +167,7 @@ class OriginGuard(Guard):
         host = headers.get(b"host", b"").decode("latin-1").lower()
         # In HTTP/1.0 the header may be missing; supervisors check the health in this way, and web
         # pages can't omit it.
-        is_plain_check = b"host" not in headers and path in OPEN_PATHS and method in _SAFE_METHODS
+        is_plain_check = b"host" not in headers and is_open_path(path) and method in SAFE_METHODS
         if not is_plain_check and not self._is_allowed_host(host):
             return ApiError(
                 421,
@@ -146,7 +176,7 @@ class OriginGuard(Guard):
                 code="host_not_allowed",
             )
         origin = headers.get(b"origin")
-        if origin is None or method in _SAFE_METHODS or "*" in self._origins:
+        if origin is None or method in SAFE_METHODS or "*" in self._origins:
             return None
         text = origin.decode("latin-1").lower()
         if text in self._origins or _host_of(text) == host:
@@ -164,6 +194,31 @@ class OriginGuard(Guard):
         if name in self._hosts or is_loopback_name(name):
             return True
         return not self._is_loopback and _address(name) is not None
+
+
+def guarded(
+    app: ASGIApp, settings: ServerSettings, is_loopback: bool, key_file: KeyFile | None = None
+) -> ASGIApp:
+    """Wrap an application in the middleware that decides whose requests are answered."""
+    app = Access(app, settings, key_file)
+    if settings.cors_origins:
+        # Outside Access: preflight requests have no key, and pages may read that a key is missing.
+        app = CORSMiddleware(
+            app,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "request-id", "retry-after"],
+            max_age=600,
+        )
+    return OriginGuard(app, settings, is_loopback)
+
+
+def is_open_path(path: str) -> bool:
+    """Whether a path needs no key: the health check, and pages, also of one of several models.
+    These are static: their data come from paths that need a key.
+    """
+    return path in ("/", "/health") or (path.startswith("/model/") and path.endswith("/"))
 
 
 def is_loopback_name(name: str) -> bool:
@@ -188,3 +243,35 @@ def _host_of(origin: str) -> str | None:
         return urlsplit(origin).netloc or None
     except ValueError:
         return None
+
+
+@cache
+def html_page(package: str) -> HTMLResponse:
+    """The page ``page.html`` of a package."""
+    html = resources.files(package).joinpath("page.html").read_text("utf-8")
+    headers = {
+        "Content-Security-Policy": security_policy(html),
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "no-cache",
+    }
+    return HTMLResponse(html, headers=headers)
+
+
+def security_policy(html: str) -> str:
+    """A policy that allows a page its own script, its own style and requests to its own server.
+
+    Raises:
+        ValueError: the page does not have exactly one script and one style.
+    """
+    (script,) = re.findall(r"<script>(.*?)</script>", html, re.S)
+    (style,) = re.findall(r"<style>(.*?)</style>", html, re.S)
+    return (
+        f"default-src 'none'; script-src {_source(script)}; style-src {_source(style)}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+
+
+def _source(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

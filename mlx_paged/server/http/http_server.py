@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
+from typing import Protocol
 
 import h11
 import uvicorn
@@ -23,7 +24,6 @@ from starlette.types import ASGIApp, Message, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlx_paged.cli.streams import say
-from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.errors import ArgumentError, shown, system_reason
 from mlx_paged.server.errors import OPENAI, ApiError, Guard
 from mlx_paged.server.http.access import is_loopback_name
@@ -108,12 +108,28 @@ def url_of(host: str, sockets: list[socket.socket]) -> str:
     return f"http://{f'[{name}]' if ':' in name and name[0] != '[' else name}:{port}"
 
 
+class Answering(Protocol):
+    """What answers the requests: the engine, or a router with the processes of its models."""
+
+    def stopped(self) -> Exception | None:
+        """Why no request can be answered any more; ``None`` if they can."""
+
+    def step_seconds(self) -> float:
+        """How long the step that runs has been running; 0 if none is."""
+
+    def abort_all(self) -> None:
+        """End all requests with an error."""
+
+    def shutdown(self, timeout: float) -> bool:
+        """Stop, and return whether everything has ended in time."""
+
+
 class Gate(Guard):
     """Answers 503 while the server shuts down, after its engine has failed, and on more connections
     than there may be.
     """
 
-    def __init__(self, app: ASGIApp, engine: AsyncEngine, max_connections: int = MAX_CONNECTIONS):
+    def __init__(self, app: ASGIApp, engine: Answering, max_connections: int = MAX_CONNECTIONS):
         super().__init__(app)
         self._engine = engine
         self._max_connections = max_connections
@@ -260,7 +276,7 @@ class HttpServer(uvicorn.Server):
         self,
         app: ASGIApp,
         gate: Gate,
-        engine: AsyncEngine,
+        engine: Answering,
         settings: ServerSettings,
         announce: Callable[[], None] = lambda: None,
         key_file: KeyFile | None = None,

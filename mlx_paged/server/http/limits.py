@@ -8,13 +8,17 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_paged.engine.stats import SequenceCounts
+from mlx_paged.errors import shown
 from mlx_paged.server.errors import ApiError, error_response
 from mlx_paged.server.http.access import ANONYMOUS, Principal
+
+if TYPE_CHECKING:
+    from mlx_paged.engine.stats import SequenceCounts
 
 BODY_SECONDS = 60.0
 MAX_BODIES = 8  # of maximum size, in requests that are not answered yet
@@ -29,7 +33,8 @@ MAX_RETRY_AFTER = 60  # seconds
 
 
 class Limits:
-    """Middleware that reads the whole body of a request and refuses bodies that are too large.
+    """Middleware that reads the whole body of a request and refuses bodies that are too large or
+    encoded.
 
     The bytes of a body count until the request is answered, since what was parsed from it stays in
     memory as long.
@@ -67,7 +72,14 @@ class Limits:
         self, scope: Scope, receive: Receive, principal: Principal, chunks: list[bytes]
     ) -> None:
         """Read the body into ``chunks``; raises :class:`ApiError` if it becomes too much."""
-        length = dict(scope["headers"]).get(b"content-length", b"0")
+        headers = dict(scope["headers"])
+        encoding = headers.get(b"content-encoding", b"").strip().lower().decode("latin-1")
+        if encoding not in ("", "identity"):
+            what = (
+                f"the content encoding {shown(encoding)} is not supported; send the body unencoded"
+            )
+            raise ApiError(415, what, headers={"Accept-Encoding": "identity"})
+        length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length[:20]) > self._max_body_bytes:
             raise self._too_large()
         num_bytes, max_of_user = 0, self._max_num_bytes // (1 if principal.is_alone else 2)
@@ -85,8 +97,8 @@ class Limits:
                         raise self._too_large()
                     is_too_much = self._nbytes_held[principal.name] > max_of_user
                     if is_too_much or self._nbytes_held.total() > self._max_num_bytes:
-                        text, headers = "too many large requests at once", {"Retry-After": "2"}
-                        raise ApiError(503, text, headers=headers)
+                        text, later = "too many large requests at once", {"Retry-After": "2"}
+                        raise ApiError(503, text, headers=later)
         except TimeoutError as error:
             text = f"the body was not complete after {self._body_seconds:g} seconds"
             raise ApiError(408, text) from error

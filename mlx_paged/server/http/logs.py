@@ -27,7 +27,7 @@ _texts = logging.getLogger("mlx_paged.texts")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 # Polled by monitoring.
-_WATCHING_PATHS = ("/health", "/metrics", "/v1/pool")
+_WATCHING_PATHS = ("/health", "/metrics", "/v1/pool", "/router/state", "/router/shrink")
 _MAX_LINE = 2**16  # characters
 _NO_TEXT = "(its message may contain the text of a user; --log-prompts shows it)"
 
@@ -128,6 +128,7 @@ class RequestLog:
             if "principal" in state:
                 line.user = state["principal"].name
             is_quiet = line.status == 200 and scope["path"] in _WATCHING_PATHS
+            is_quiet = is_quiet or "is_logged" in state  # by the process of a model
             level = logging.DEBUG if is_quiet else logging.INFO
             raw_path = scope.get("raw_path") or scope["path"].encode("utf-8", "replace")
             # Without the query, which may contain anything.

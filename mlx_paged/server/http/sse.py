@@ -1,4 +1,4 @@
-"""Server-sent events."""
+"""Streams of answers: server-sent events, or lines of JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
@@ -19,16 +19,17 @@ from mlx_paged.server.errors import (
     protocol_of,
     until_disconnect,
 )
-from mlx_paged.server.generations import Answer
+
+if TYPE_CHECKING:
+    from mlx_paged.server.generations import Answer
 
 logger = logging.getLogger("mlx_paged.server")
 
 DONE = b"data: [DONE]\n\n"
 # Events contain no circular references.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":"))
-_KEEP_ALIVE = b": the answer is on its way\n\n"
 
-_HEADERS = {
+HEADERS = {
     "Cache-Control": "no-cache",
     # Otherwise nginx buffers events.
     "X-Accel-Buffering": "no",
@@ -44,6 +45,11 @@ def event(data: Mapping[str, Any]) -> bytes:
     return f"{name}data: {_ENCODER.encode(data)}\n\n".encode(errors="replace")
 
 
+def line(data: Mapping[str, Any]) -> bytes:
+    """A JSON object on a line of its own, as in Ollama's API."""
+    return f"{_ENCODER.encode(data)}\n".encode(errors="replace")
+
+
 class EventStream(StreamingResponse):
     """A response of events, each of which is sent immediately.
 
@@ -52,16 +58,21 @@ class EventStream(StreamingResponse):
     the last event, in the format of the path's protocol.
 
     Args:
-        events: made by :func:`event`.
+        events: made by :attr:`encode`.
         sources: the answers that the events are made from.
+
+    Attributes:
+        encode: makes an event of an object.
+        keep_alive: sent after each ``max_pause`` seconds without an event; clients ignore it.
     """
 
     media_type = "text/event-stream"
+    encode = staticmethod(event)
+    keep_alive = b": the answer is on its way\n\n"
     max_pause = 10.0
-    """Seconds without an event after which a comment keeps the connection alive."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], *sources: Answer):
-        super().__init__(events, headers=_HEADERS)
+        super().__init__(events, headers=HEADERS)
         self._events = events
         self._sources = sources
 
@@ -85,7 +96,7 @@ class EventStream(StreamingResponse):
                 self._num_sent += 1
                 await send({"type": "http.response.body", "body": each, "more_body": True})
         except Exception as error:
-            last = _error_event(error, protocol)
+            last = self.encode(_error_event(error, protocol))
             await send({"type": "http.response.body", "body": last, "more_body": True})
         finally:
             keeping_alive.cancel()
@@ -96,11 +107,21 @@ class EventStream(StreamingResponse):
             num_sent = self._num_sent
             await asyncio.sleep(self.max_pause)
             if num_sent == self._num_sent:
-                await send({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})
+                await send(
+                    {"type": "http.response.body", "body": self.keep_alive, "more_body": True}
+                )
 
 
-def _error_event(error: Exception, protocol: WireProtocol) -> bytes:
+class LineStream(EventStream):
+    """A response of lines of JSON."""
+
+    media_type = "application/x-ndjson"
+    encode = staticmethod(line)
+    keep_alive = b" "  # before the next object, where JSON may have spaces
+
+
+def _error_event(error: Exception, protocol: WireProtocol) -> dict[str, Any]:
     if not isinstance(error, ApiError):
         logger.error("a stream failed", exc_info=error)
         error = ApiError(500, FAILED)
-    return event(protocol.event(error))
+    return protocol.event(error)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from starlette.responses import Response
 
 from mlx_paged.request import RequestOutput
-from mlx_paged.server.errors import RESPONSES, ApiError
+from mlx_paged.server.errors import RESPONSES, ApiError, not_stored
 from mlx_paged.server.generations import (
     Answer,
     AnswerBlock,
@@ -43,12 +43,7 @@ async def responses(context: RequestContext[ResponsesRequest]) -> Response:
 
 async def stored_response(context: RequestContext[Body]) -> NoReturn:
     """Always 404, since responses are not stored."""
-    raise ApiError(
-        404,
-        "responses are not stored here and can't be retrieved; send the whole conversation",
-        param="response_id",
-        code="response_not_found",
-    )
+    raise not_stored()
 
 
 class ResponseRenderer(Renderer[ResponsesRequest]):

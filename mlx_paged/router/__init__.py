@@ -1,0 +1,4 @@
+"""``mlx-paged serve`` with several models: a proxy in front of one server process per model.
+
+Does not import MLX.
+"""
