@@ -374,7 +374,7 @@ def _why_rows_vary(model: LanguageModel, matmul: Matmul) -> str | None:
     if not model.runs_packed:
         return "it runs one sequence at a time, with attention of its own"
     for reason, count in matmul.linears.kept.items():
-        return f"{count} of its linear layers stay with MLX ({reason})"
+        return f"MLX multiplies {count} of its linear layers ({reason})"
     known = {id(module) for module, _ in matmul.linears.modules}
     for path, module in model.named_modules():
         is_known = id(module) in known or _own_class(module) in _EMBEDDINGS

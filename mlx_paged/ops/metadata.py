@@ -315,16 +315,13 @@ class AttentionMetadata:
         ends: list[int] = []
         logit_counts: list[int] = []
         for seq, query_len in enumerate(self.query_lens):
-            num_logits, size = self.logit_counts[seq], query_len
-            if query_len <= longest:
-                size = 1
+            size = 1 if query_len <= longest else query_len
+            num_before = query_len - self.logit_counts[seq]  # tokens without logits
             for begin in range(0, query_len, size):
                 seqs.append(seq)
                 begins.append(begin)
                 ends.append(begin + size)
-                logit_counts.append(
-                    num_logits if size > 1 else int(query_len - begin <= num_logits)
-                )
+                logit_counts.append(max(0, begin + size - max(begin, num_before)))
         return replace(
             self.runs_of(seqs, begins, ends),
             shares_new_blocks=True,
