@@ -36,6 +36,7 @@ from mlx_paged.engine.storing.tier_cache import TierCache
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.models.activations import activation_nbytes, default_activation_nbytes
 from mlx_paged.models.context_length import context_length, context_limit
+from mlx_paged.models.deterministic import deterministic_matmul
 from mlx_paged.models.identity import (
     ModelIdentity,
     WeightCatalogue,
@@ -53,7 +54,7 @@ from mlx_paged.models.kv_cache import (
     weight_nbytes,
 )
 from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.models.matmul import Linears, Matmul, deterministic_matmul
+from mlx_paged.models.matmul import Linears, Matmul
 from mlx_paged.models.matmul_choice import as_entries, chosen_rows, from_entries
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.models.mlx_lm.draft_head import Head

@@ -9,10 +9,7 @@ names of classes, which a model's identity covers, stay as well.
 
 from __future__ import annotations
 
-import io
-import re
 import threading
-from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,16 +31,13 @@ from mlx.nn.layers.quantized import QQLinear, QuantizedEmbedding
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from mlx_paged.cache import LayerKV
-from mlx_paged.core import BlockTable
-from mlx_paged.errors import ArgumentError
-from mlx_paged.models.language_model import LanguageModel, model_type_of
-from mlx_paged.ops import AttentionMetadata, Parts, device, dtype_name
+from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.ops import dtype_name
 from mlx_paged.ops.rows_matmul import MAX_ROWS, refusal, rows_matmul
 
 # Exactly these classes, not their subclasses, which may multiply in another way.
 _LINEARS = (nn.Linear, nn.QuantizedLinear)
-_EMBEDDINGS = (nn.Embedding, QuantizedEmbedding)
+EMBEDDINGS = (nn.Embedding, QuantizedEmbedding)
 # What else multiplies and stays with MLX, and how a report calls it.
 _KEPT: tuple[tuple[tuple[type[Module], ...], str], ...] = (
     ((SwitchLinear, QuantizedSwitchLinear), "experts"),
@@ -80,7 +74,7 @@ class LinearShape(NamedTuple):
     def of(cls, module: Module, dtype: mx.Dtype) -> LinearShape:
         """
         Args:
-            module: one of ``_LINEARS`` or ``_EMBEDDINGS``.
+            module: one of ``_LINEARS`` or ``EMBEDDINGS``.
             dtype: of the model's activations, for formats whose scales have another.
         """
         weight = module["weight"]
@@ -124,13 +118,13 @@ class Linears:
         for model in models:
             # By identity: a module may be in several places, and of several models.
             modules = {id(module): module for module in model.modules()}
-            linear = {key for key, each in modules.items() if _own_class(each) in _LINEARS}
+            linear = {key for key, each in modules.items() if own_class(each) in _LINEARS}
             vocab_size = model.args.vocab_size
             if vocab_size not in {modules[key]["weight"].shape[0] for key in linear}:
                 linear |= {
                     key
                     for key, each in modules.items()
-                    if _own_class(each) in _EMBEDDINGS and each["weight"].shape[0] == vocab_size
+                    if own_class(each) in EMBEDDINGS and each["weight"].shape[0] == vocab_size
                 }
             for key, module in modules.items():
                 if key in linear:
@@ -228,7 +222,7 @@ class Matmul:
         with _lock:
             for module, shape in held:
                 if not _num_holders[id(module)]:
-                    module.__class__ = _by_rows(_own_class(module), shape)
+                    module.__class__ = _by_rows(own_class(module), shape)
                 _num_holders[id(module)] += 1
 
         def release() -> None:
@@ -238,7 +232,7 @@ class Matmul:
                     _num_holders[id(module)] -= 1
                     if not _num_holders[id(module)]:
                         del _num_holders[id(module)]
-                        module.__class__ = _own_class(module)
+                        module.__class__ = own_class(module)
 
         return release
 
@@ -278,7 +272,7 @@ _lock = threading.RLock()
 _num_holders: Counter[int] = Counter()
 
 
-def _own_class(module: Module) -> type[Module]:
+def own_class(module: Module) -> type[Module]:
     """The class of a module without the subclass of :func:`_by_rows`."""
     kind = type(module)
     return kind.__mro__["multiplies_by_rows" in vars(kind)]
@@ -287,7 +281,7 @@ def _own_class(module: Module) -> type[Module]:
 @cache
 def _by_rows(kind: type[Module], shape: LinearShape) -> type[Module]:
     """The subclass of a linear layer, or of an embedding that gives logits."""
-    method = "as_linear" if kind in _EMBEDDINGS else "__call__"
+    method = "as_linear" if kind in EMBEDDINGS else "__call__"
     product, dtype = getattr(kind, method), getattr(mx, shape.dtype)
 
     def call(self: Module, x: mx.array) -> mx.array:
@@ -335,102 +329,3 @@ def multiplied_by_mlx(module: Module, x: mx.array, shape: LinearShape) -> mx.arr
         bits=shape.bits,
         mode=shape.mode,
     )
-
-
-def deterministic_matmul(model: LanguageModel, num_rows: int, name: str) -> Matmul:
-    """``rows_matmul`` for all linear layers of a model in steps of up to ``num_rows`` rows, so that
-    the bits of a row do not depend on the others.
-
-    Raises:
-        ArgumentError: the model has operations in which they do; the message names them.
-    """
-    linears = Linears.of([model])
-    made = Matmul(linears, dict.fromkeys(linears.shapes, range(1, num_rows + 1)), name)
-    if (why := _why_rows_vary(model, made)) is not None:
-        raise ArgumentError(
-            f"[engine] deterministic can't be promised for this {model_type_of(model)}: {why}",
-            "deterministic",
-        )
-    return made
-
-
-# Operations of MLX in which the bits of a row may depend on the number of rows, by their names.
-_VARYING = {
-    "Matmul": "a matmul of its own",
-    "AddMM": "a matmul of its own",
-    "QuantizedMatmul": "a matmul of its own",
-    "GatherMM": "a matmul of experts",
-    "GatherQMM": "a matmul of experts",
-    "Convolution": "a convolution",
-}
-# On a CPU, fast norms are made of these.
-_VARYING_ON_A_GPU = {"Sum": "a sum over a row", "ScaledDotProductAttention": "attention of its own"}
-
-
-def _why_rows_vary(model: LanguageModel, matmul: Matmul) -> str | None:
-    """Why the bits of a model's row may depend on the other rows of a step, or ``None``."""
-    if model.state_nbytes:
-        return "its recurrent layers compute several tokens in another order than one"
-    if not model.runs_packed:
-        return "it runs one sequence at a time, with attention of its own"
-    for reason, count in matmul.linears.kept.items():
-        return f"MLX multiplies {count} of its linear layers ({reason})"
-    known = {id(module) for module, _ in matmul.linears.modules}
-    for path, module in model.named_modules():
-        is_known = id(module) in known or _own_class(module) in _EMBEDDINGS
-        arrays = [value for value in module.values() if isinstance(value, mx.array)]
-        if not is_known and any(each.ndim > 1 for each in arrays):
-            return f"{path}, a {type(module).__name__}, has a matrix that it may multiply by itself"
-    varying = _VARYING | ({} if device.is_cpu() else _VARYING_ON_A_GPU)
-    found = next((name for name in varying if name in _operations(model, matmul)), None)
-    return None if found is None else f"it has {varying[found]} ({found})"
-
-
-def _operations(model: LanguageModel, matmul: Matmul) -> set[str]:
-    """The names of MLX's operations in a step of two rows, without those of attention."""
-    step = AttentionMetadata([array("i", [1]), array("i", [2])], [1, 1], [1, 1], block_size=8)
-    layers = [_NoAttention(spec) for spec in model.layer_specs]
-    for layer in layers:
-        layer.open(step)
-    release = matmul.acquire()
-    try:
-        with matmul.running():
-            logits = model(mx.zeros(step.num_tokens, dtype=mx.int32), layers)
-    finally:
-        release()
-    graph = io.StringIO()
-    mx.export_to_dot(graph, logits)
-    return set(re.findall(r'label ?= ?"(\w+)', graph.getvalue()))
-
-
-class _NoAttention(LayerKV):
-    """A layer whose attention returns zeros that depend on Q, K and V."""
-
-    def update(self, k: mx.array, v: mx.array) -> None:
-        raise NotImplementedError
-
-    def stored_rows(self, table: BlockTable) -> tuple[Parts, Parts]:
-        raise NotImplementedError
-
-    def update_and_attend(
-        self,
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        *,
-        scale: float,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
-        return mx.depends(self.attend(q, scale=scale), [k, v])
-
-    def attend(self, q: mx.array, *, scale: float, sinks: mx.array | None = None) -> mx.array:
-        zeros = mx.zeros((*q.shape[:2], self.spec.value_dim), q.dtype)
-        made: mx.array = mx.depends(zeros, [q])
-        return made
-
-    def update_and_attend_latents(
-        self, q: mx.array, latents: mx.array, rope_keys: mx.array
-    ) -> mx.array:
-        zeros = mx.zeros((*q.shape[:2], latents.shape[2]), q.dtype)
-        made: mx.array = mx.depends(zeros, [q, latents, rope_keys])
-        return made

@@ -33,7 +33,7 @@ from mlx_paged.engine.scheduling.prefix_cache import PrefixCache
 from mlx_paged.engine.scheduling.scheduler import Scheduler
 from mlx_paged.errors import ArgumentError
 from mlx_paged.loading import load_draft_model
-from mlx_paged.models.matmul import deterministic_matmul
+from mlx_paged.models.deterministic import deterministic_matmul
 from mlx_paged.snapshots import SnapshotError
 
 pytestmark = pytest.mark.usefixtures("short_steps")
