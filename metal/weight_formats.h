@@ -29,25 +29,15 @@ void load_eight(const device T* from, int index, thread float (&to)[8]) {
   }
 }
 
-// Number i of a load as a half, and what it has to be multiplied by. Those of MXFP and NVFP have
-// their exponent and mantissa shifted to where a half has them.
-template <int MODE, int BITS>
-struct Packing {
-  static half number(thread const ushort* parts, int i) {
-    const ushort bits = parts[i * BITS / 16] >> (i * BITS % 16);
-    return as_type<half>(BITS == 4 ? ushort((bits & 7) << 9 | (bits & 8) << 12)
-                                   : ushort((bits & 127) << 7 | (bits & 128) << 8));
-  }
-  static float unit(int) {
-    return BITS == 4 ? 16384 : 256;
-  }
-};
+// How numbers are packed:
+//   number   number i of a load as a half
+//   unit     what it has to be multiplied by
 
-// An integer of 2, 4 or 8 bits in the lower or upper half of 16 bits is, masked, a denormal half: an
-// AND converts it, and its unit makes up for its place. One of 3, 5 or 6 bits is shifted to the
-// lowest bits first. (A device that flushes denormal halves fails the check of the kernel.)
+// One of 2, 4 or 8 bits in the lower or upper half of 16 bits is, masked, a denormal half: an AND
+// converts it, and its unit makes up for its place. One of 3, 5 or 6 bits is shifted to the lowest
+// bits first. (A device that flushes denormal halves fails the check of the kernel.)
 template <int BITS>
-struct Packing<AFFINE, BITS> {
+struct Integers {
   static constant constexpr bool IS_ALIGNED = 16 % BITS == 0;
   static half number(thread const ushort* parts, int i) {
     const int bit = i * BITS, place = bit % 16;
@@ -67,6 +57,39 @@ struct Packing<AFFINE, BITS> {
     return float(1 << (24 - (IS_ALIGNED ? i * BITS % 8 : 0)));
   }
 };
+
+// Exponent and mantissa of a small float are shifted to where a half has them, and the sign to its
+// place. For 4 bits this is done in two numbers at once, which halves the shifts; for 8 bits, which
+// memory bounds anyway, that would take more registers.
+template <int BITS>
+struct Floats {
+  static half number(thread const ushort* parts, int i) {
+    const ushort bits = parts[i / 2] >> (i % 2 * 8);
+    return as_type<half>(ushort((bits & 127) << 7 | (bits & 128) << 8));
+  }
+  static float unit(int) {
+    return 256;
+  }
+};
+template <>
+struct Floats<4> {
+  static half number(thread const ushort* parts, int i) {
+    const int place = i % 4 * 4, first = i / 8 * 2;
+    const uint word = as_type<uint>(ushort2(parts[first], parts[first + 1]));
+    const uint numbers = place < 9 ? word << (9 - place) : word >> (place - 9);
+    const uint signs = word << (12 - place);
+    const half2 two = as_type<half2>((numbers & 0x0e000e00u) | (signs & 0x80008000u));
+    return i % 8 < 4 ? two.x : two.y;
+  }
+  static float unit(int) {
+    return 16384;
+  }
+};
+
+template <int MODE, int BITS>
+struct Packing : Floats<BITS> {};
+template <int BITS>
+struct Packing<AFFINE, BITS> : Integers<BITS> {};
 
 // The scale of a group as a float.
 template <int MODE, typename T>

@@ -29,7 +29,7 @@ from mlx_paged.errors import (
     shown,
 )
 from mlx_paged.loading import load_draft_model, load_for
-from mlx_paged.loading.pooling import TASK, Task, read_embedder, read_reranker, score_of
+from mlx_paged.loading.pooling import read_embedder, read_reranker, score_of
 from mlx_paged.options.argument_values import (
     BOOL,
     Domain,
@@ -41,7 +41,13 @@ from mlx_paged.options.argument_values import (
 )
 from mlx_paged.options.engine_options import EngineOptions
 from mlx_paged.options.foreign_arguments import NoOptions, refuse_unknown
-from mlx_paged.options.sampling_params import PoolingParams, RequestOutputKind, SamplingParams
+from mlx_paged.options.sampling_params import (
+    TASK,
+    PoolingParams,
+    RequestOutputKind,
+    SamplingParams,
+    Task,
+)
 from mlx_paged.request import (
     CompletionOutput,
     EmbeddingOutput,

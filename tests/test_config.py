@@ -1,10 +1,12 @@
-"""Budgets are read as people write them, and their sums are right."""
+"""Budgets and times are read as people write them, and their sums are right."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from mlx_paged.options.config import KVBudget
+from mlx_paged.options.config import KEEP_ALIVE, KVBudget
 
 
 @pytest.mark.parametrize(
@@ -34,3 +36,17 @@ def test_a_budget_is_bytes_with_a_unit_or_blocks(text: str, budget: KVBudget):
 def test_what_is_no_budget_is_refused(text: str):
     with pytest.raises(ValueError, match=r"^\[kv cache\] kv_cache_bytes must be bytes"):
         KVBudget.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        *((0, 0), ("0", 0), (300, 300), ("300", 300), (1.5, 1.5), ("90s", 90), ("5m", 300)),
+        *(("1h30m", 5400), ("500ms", 0.5), ("1.5h", 5400), ("2d", 172_800), (" 5M ", 300)),
+        *((-1, math.inf), ("-1", math.inf), ("-1m", math.inf), ("9999999h", math.inf)),
+        *((math.inf, None), (math.nan, None), (True, None), ("", None), ("5 m", None)),
+        *(("soon", None), ("--1", None), ("5mm", None), ([], None), ("1e3", None), ("m", None)),
+    ],
+)
+def test_a_time_to_keep_a_model_is_read_as_ollama_reads_it(given: object, seconds: float | None):
+    assert KEEP_ALIVE.read(given) == seconds

@@ -51,9 +51,13 @@ def test_a_threadgroup_loads_each_row_of_keys_and_values_once():
 
 
 def test_the_registers_and_slots_that_are_kept_are_those_of_the_kernels_here():
-    measured = json.loads(cost_model.REGISTERS.read_text())
-    assert measured["setting"]["kernels"] == cost_model.source_hash(), (
-        "the decode kernels changed since their registers and slots were measured: measure again, "
+    setting = json.loads(cost_model.REGISTERS.read_text())["setting"]
+    found = {
+        "kernels": cost_model.source_hash(),
+        "rows_matmul": cost_model.source_hash(["rows_matmul"]),
+    }
+    assert {name: setting[name] for name in found} == found, (
+        "kernels changed since their registers and slots were measured: measure again, "
         "or say in docs/internals/kernels.md and in the JSON whose figures they are"
     )
 
@@ -81,6 +85,28 @@ def test_nothing_in_half_precision_spills_by_the_figures_that_are_kept():
             # At 512 its registers hold chunks half as large, too.
             bound = 1.55 if head_dim == 512 else 1.4 if group > 1 else 1.45
             assert figure <= bound * slots["half", head_dim, group]
+
+
+def test_a_matmul_of_a_few_rows_issues_less_than_one_of_mlx_for_each_row():
+    measured = json.loads(cost_model.REGISTERS.read_text())["rows_matmul"]
+    spilling = [row for row in measured if row["spills"]]
+    assert [(row["mode"], row["bits"], row["dtype"], row["rows"]) for row in spilling] == [
+        ("affine", 8, "bfloat", 5)
+    ]
+    slots = {
+        (row["bits"], row["dtype"], row["rows"]): row["slots_per_kib"]
+        for row in measured
+        if row["mode"] == "affine"
+    }
+    # MLX's kernel for one row, which M1 and M2 run once per row.
+    for bits, dtype, of_one in (
+        (4, "half", 307),
+        (4, "bfloat", 331),
+        (8, "half", 141),
+        (8, "bfloat", 157),
+    ):
+        assert slots[bits, dtype, 1] < 0.81 * of_one
+        assert slots[bits, dtype, 4] < 0.38 * 4 * of_one
 
 
 def test_a_decode_on_quantised_rows_is_estimated_by_what_bounds_it():

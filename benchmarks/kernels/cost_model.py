@@ -30,7 +30,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -479,15 +479,14 @@ def print_roofline(rows: list[dict[str, Any]]) -> None:
     print_table(header, table)
 
 
-def source_hash() -> str:
-    """Of the code of the decode kernels, comments and white space left out."""
+DECODE_KERNELS = ("paged_attention", "paged_attention_affine", "merge_partitions")
+
+
+def source_hash(names: Sequence[str] = DECODE_KERNELS) -> str:
+    """Of the code of kernels with the same headers, comments and white space left out."""
     digest = hashlib.sha256()
-    parts = {
-        f"{part}.metal": None
-        for name in ("paged_attention", "paged_attention_affine", "merge_partitions")
-        for part in kernels.parts_of(name)
-    }
-    for name in (*kernels.HEADERS, *parts):
+    parts = {f"{part}.metal": None for name in names for part in kernels.parts_of(name)}
+    for name in (*kernels.headers_of(names[0]), *parts):
         digest.update("".join(re.sub(r"//.*", "", read_source(name)).split()).encode())
     return digest.hexdigest()[:12]
 
@@ -633,6 +632,21 @@ def print_latents(measured: list[dict[str, Any]]) -> None:
     print_table(header, table)
 
 
+def print_matmuls(measured: list[dict[str, Any]]) -> None:
+    """``measured`` is ``rows_matmul`` of the JSON of ``REGISTERS``."""
+    print(
+        "Matmuls of a few rows, by the same compiler: issue slots per KiB of packed weights in "
+        "the main loop, for 1 to 5\nrows at once, and in brackets registers. Not measured on a Mac."
+        "\n"
+    )
+    table: dict[tuple[str, str, str], list[str]] = {}
+    for row in measured:
+        shown = f"{row['slots_per_kib']:.0f} ({row['registers']})"
+        table.setdefault((row["mode"], str(row["bits"]), row["dtype"]), []).append(shown)
+    rows = [[*kind, *(*shown, "-")[:5]] for kind, shown in table.items()]
+    print_table(["mode", "bits", "dtype", "1", "2", "3", "4", "5"], rows)
+
+
 def setup_arg_parser() -> argparse.ArgumentParser:
     parser = make_arg_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="a few cases only")
@@ -701,6 +715,7 @@ def main(argv: list[str] | None = None) -> int:
     formats = estimate_formats(measured["formats"])
     print_formats(measured["formats"], formats)
     print_latents(measured["latents"])
+    print_matmuls(measured["rows_matmul"])
     roofline = estimate_roofline()
     print_roofline(roofline)
     worst = max(c["kv_ratio"] for c in counts)

@@ -50,6 +50,7 @@ class KVCache(ABC):
         self.all_can: Callable[[bool], bool] = bool
         self.shared_budget: SharedBudget | None = None
         self.max_single_run = 0
+        self._num_budget_blocks = config.num_blocks
         # The open step for each group of layers, and the layers that it runs.
         self._steps: Sequence[AttentionMetadata] = ()
         self._open_layers = ALL_LAYERS
@@ -254,15 +255,26 @@ class KVCache(ABC):
     @property
     def nbytes_budget(self) -> int:
         """The budget in bytes, with the recurrent states that share it."""
-        shared = self.shared_budget
-        return self.config.nbytes if shared is None else shared.sizes.budget
+        if self.shared_budget is not None:
+            return self.shared_budget.sizes.budget
+        return (self._num_budget_blocks + 1) * self.config.nbytes_per_block
+
+    def set_budget(self, nbytes: int) -> int:
+        """Change the budget, to at most the one that the cache was made with; returns by how many
+        blocks the pool has to shrink for it. Then :meth:`shrink_slabs` completes the change.
+        """
+        if self.shared_budget is not None:
+            return self.shared_budget.set_budget(nbytes)
+        num_blocks = max(1, nbytes // self.config.nbytes_per_block - 1)
+        self._num_budget_blocks = min(num_blocks, self.config.num_blocks)
+        return max(0, self.pool.num_usable_blocks - self._num_budget_blocks)
 
     def max_num_blocks(self, num_seqs: int = 1) -> int:
         """The most blocks that the budget holds beside the recurrent states of this many sequences,
         if no others run.
         """
         if self.shared_budget is None:
-            return self._available(self.config.num_blocks)
+            return self._available(self._num_budget_blocks)
         return self._available(self.shared_budget.sizes.max_num_blocks(num_seqs))
 
     @property
@@ -274,7 +286,7 @@ class KVCache(ABC):
         """Blocks that may be added to the pool while these more sequences run; negative if their
         recurrent states take some of its blocks.
         """
-        most = self.config.num_blocks
+        most = self._num_budget_blocks
         if self.shared_budget is not None:
             most = self.shared_budget.max_num_blocks(num_new_seqs)
         return self._available(most) - self.pool.num_usable_blocks
@@ -332,9 +344,13 @@ class KVCache(ABC):
         return 0 if shared is None else shared.num_blocks_to_shrink_by(num_new_seqs)
 
     def shrink_slabs(self, copies: Sequence[BlockCopy]) -> None:
-        """Shrink the slabs to the pool, after these copies of blocks that have moved."""
+        """Shrink the slabs to the pool, after these copies of blocks that have moved, and evict
+        checkpoints that the budget no longer holds.
+        """
         self.copy_blocks(copies)
         self._fit()
+        if self.shared_budget is not None:
+            self.shared_budget.evict_excess()
 
     def shrink(self) -> int:
         """Free memory that no sequence needs; returns how many bytes. Blocks cached there are

@@ -235,7 +235,7 @@ class ContiguousKVCache(KVCache):
 
     @property
     def _num_spare_blocks(self) -> int:
-        return self.config.num_blocks - sum(held.capacity for held in self._held())
+        return self._num_budget_blocks - sum(held.capacity for held in self._held())
 
     def _held(self) -> list[SequenceKV]:
         # Copies, because any thread may read stats.

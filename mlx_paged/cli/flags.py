@@ -28,6 +28,7 @@ SAMPLING = {
     **{name: each.flag_name(name) for name, each in SAMPLING_PARAMS.items() if each.flag},
     "seed": "--seed",
 }
+NO_FOLDER = "none"  # as --cache-dir; a folder of that name is ./none
 
 
 # The groups of a program's help, by argument. The program's own flags that are not listed here form
@@ -130,7 +131,10 @@ def engine_flags(program: Program) -> dict[str, str]:
 
 def engine_options(args: argparse.Namespace, program: Program) -> dict[str, Any]:
     """The keyword arguments of an engine that the flags of a program set."""
-    return {name: getattr(args, name) for name in engine_flags(program)}
+    options = {name: getattr(args, name) for name in engine_flags(program)}
+    if options["cache_dir"] == NO_FOLDER:
+        options["cache_dir"] = None
+    return options
 
 
 def load_model(

@@ -15,7 +15,7 @@ and a few checkpoints for each.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlx_paged.core.block_pool import BlockPool
 from mlx_paged.core.sequence_states import SequenceStates
@@ -73,9 +73,30 @@ class SharedBudget:
         self.count_seqs: Callable[[], int] = states.__len__
         self._pool = pool
         self._states = states
+        self._most = sizes.budget
         self._max_num_seqs = 1  # that have run at once; cached K/V leave their states free
         states.checkpoints.num_free = lambda: self._num_free_bytes(self._num_seqs()) // sizes.state
         pool.on_eviction = states.checkpoints.drop
+
+    def set_budget(self, nbytes: int) -> int:
+        """Change the budget, to at most the first one and at least what one sequence of one block
+        needs; returns by how many blocks the pool has to shrink for it, so that K/V lose the same
+        share as checkpoints, which :meth:`evict_excess` evicts afterwards.
+        """
+        least = self.sizes.sequence + 2 * self.sizes.block
+        self.sizes = replace(self.sizes, budget=min(max(nbytes, least), self._most))
+        num_used = self.sizes.budget - self._num_free_bytes(self._num_seqs())
+        if num_used <= self.sizes.budget:
+            return 0
+        num_blocks = self._pool.num_blocks
+        num_kept = num_blocks * (self.sizes.budget - self.sizes.sequence) // num_used
+        return num_blocks - max(2, num_kept)
+
+    def evict_excess(self) -> None:
+        """Evict checkpoints until the rest is within the budget."""
+        checkpoints = self._states.checkpoints
+        while self._num_free_bytes(self._num_seqs()) < 0 and checkpoints.evict():
+            pass
 
     def _num_seqs(self, num_new: int = 0) -> int:
         """Sequences whose states are in memory, or will be; one at least, so that one can run."""

@@ -224,6 +224,10 @@ class AsyncEngine:
         """Free K/V memory that no running request needs; see :meth:`Engine.shrink`."""
         return self.engine.shrink()
 
+    def set_budget(self, nbytes: int) -> int:
+        """Change the budget of K/V; see :meth:`Engine.set_budget`."""
+        return self.engine.set_budget(nbytes)
+
     def save_snapshot(
         self, path: str | Path, token_ids: Sequence[int], *, cache_salt: str | None = None
     ) -> int:

@@ -37,6 +37,7 @@ from mlx_paged.engine.thread import (
 from mlx_paged.errors import REMOVED, ArgumentError, EngineStoppedError
 from mlx_paged.models.language_model import model_type_of
 from mlx_paged.models.memory import acquire_cache_limit, acquire_wired_limit, read_wired_limit
+from mlx_paged.options.argument_values import AT_LEAST_0
 from mlx_paged.options.engine_options import EngineOptions
 from mlx_paged.options.foreign_arguments import NoOptions, refuse_unknown
 from mlx_paged.options.sampling_params import PoolingParams, SamplingParams
@@ -330,6 +331,17 @@ class Engine:
         returns the number of bytes.
         """
         return self.thread.call(self.steps.shrink, "shrink")
+
+    def set_budget(self, nbytes: int) -> int:
+        """Change the budget of K/V and recurrent states, to at most the ``kv_cache_bytes`` that the
+        engine was made with; returns what it is then. Cached K/V beyond it are evicted, the least
+        recently used first. While there are unfinished requests, it is only raised.
+
+        Args:
+            nbytes: the new budget in bytes; too few are replaced by what holds one block.
+        """
+        nbytes = AT_LEAST_0.check("engine", "nbytes", nbytes)
+        return self.thread.call(partial(self.steps.set_budget, nbytes), "set_budget")
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached K/V. While requests run, changes nothing and returns False."""

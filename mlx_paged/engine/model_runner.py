@@ -126,7 +126,7 @@ class ModelRunner:
         self._stacks_before = WeakSet[StateStack]()
 
     def launch(self, batch: Batch, awaited: SampledTokens) -> tuple[mx.array, list[PooledRow]]:
-        """Launch a step, without waiting for it.
+        """Launch a step, without waiting for it, inside ``matmul.running()``.
 
         Args:
             awaited: the tokens of the batch's ``PENDING_TOKEN`` entries.

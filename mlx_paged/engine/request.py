@@ -379,8 +379,9 @@ class Completion:
         request, output, whole = self.request, self.output, self.request.output
         if whole.time_to_first_token is None:
             request.begin_output()
-        seconds = time.perf_counter() - request.arrival_time
-        whole.decode_time = seconds - whole.time_to_first_token
+        else:
+            seconds = time.perf_counter() - request.arrival_time
+            whole.decode_time = seconds - whole.time_to_first_token
         output.token_ids.append(sampled.token_id)
         if sampled.logprobs is not None:
             output.logprobs = output.logprobs or []

@@ -37,6 +37,8 @@ RowReader: TypeAlias = Callable[[Completion, int, mx.array], None]
 
 # How long a step without other work waits for blocks to be read. Other calls wait meanwhile.
 READ_SECONDS = 0.05
+# How long a lower budget waits for the blocks that it evicts to be written.
+SAVE_SECONDS = 5.0
 
 
 class Steps:
@@ -135,6 +137,15 @@ class Steps:
         self.process_output()  # A step in flight may write to that memory.
         return self._runner.cache.shrink()
 
+    def set_budget(self, nbytes: int) -> int:
+        """Change the budget of K/V and recurrent states (:meth:`Scheduler.set_budget`)."""
+        self._ranks.lead("set_budget", lambda: nbytes)
+        self.process_output()
+        self.add_new()
+        if self._tier_cache is not None:
+            self._tier_cache.save_all(SAVE_SECONDS)  # before blocks are evicted
+        return self._scheduler.set_budget(nbytes)
+
     def reset_prefix_cache(self) -> bool:
         """Forget all cached K/V. While requests run, changes nothing and returns False."""
         self._ranks.lead("reset_prefix_cache")
@@ -170,6 +181,7 @@ class Steps:
             "abort": lambda request_id: self.abort(self._reports.requests[request_id]),
             "step": step,
             "shrink": lambda _: self.shrink(),
+            "set_budget": self.set_budget,
             "reset_prefix_cache": lambda _: self.reset_prefix_cache(),
         }
 

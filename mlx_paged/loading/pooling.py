@@ -15,20 +15,17 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import eq
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.engine.input_processor import Prompt, encode_prompt
+from mlx_paged.engine.input_processor import encode_prompt
 from mlx_paged.errors import ArgumentError, reason, shown
 from mlx_paged.loading.folder import LoadError, read_json_object
 from mlx_paged.loading.gguf import is_gguf
 from mlx_paged.models.language_model import LanguageModel, model_type_of
-from mlx_paged.options.argument_values import is_sequence, one_of, or_none
+from mlx_paged.options.argument_values import is_sequence
 from mlx_paged.options.sampling_params import PoolingParams
-
-Task: TypeAlias = Literal["embed", "score"]
-TASK = or_none(one_of("embed", "score"))
 
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
 # Of sentence-transformers, by the last part of its class. Others change what the model computes.
@@ -55,6 +52,7 @@ class Embedder:
         normalizes: whether an embedding is divided by its length.
         prompts: texts that are put before an input, by their names, such as ``"query"``.
         default_prompt: the name of the one that is used if none is named; ``""`` for none.
+        ends_texts: whether the tokenizer appends a token to each text.
     """
 
     tokenizer: TokenizerWrapper | None
@@ -62,6 +60,7 @@ class Embedder:
     normalizes: bool = True
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str = ""
+    ends_texts: bool = False
 
     def params(self, dimensions: int | None = None) -> PoolingParams:
         """The parameters of a request for an embedding of this length; ``None`` for the whole.
@@ -109,7 +108,8 @@ def read_embedder(model: LanguageModel, tokenizer: TokenizerWrapper | None) -> E
         ArgumentError: its embeddings are not those of the last token, or can't be read.
     """
     path = model.path
-    declared, normalizes, default = _ends_texts(tokenizer), True, ""
+    ends_texts, normalizes, default = _ends_texts(tokenizer), True, ""
+    declared = ends_texts
     prompts: dict[str, str] = {}
     if path is not None and is_gguf(path):
         from mlx_paged.loading.gguf.header import read_header
@@ -130,7 +130,7 @@ def read_embedder(model: LanguageModel, tokenizer: TokenizerWrapper | None) -> E
             prompts, default = _read_prompts(config, path / PROMPTS)
     if not model.hidden_row_size:
         raise _refusal(model, "its last norm can't be read")
-    return Embedder(tokenizer, declared, normalizes, prompts, default)
+    return Embedder(tokenizer, declared, normalizes, prompts, default, ends_texts)
 
 
 def _ends_texts(tokenizer: TokenizerWrapper | None) -> bool:
@@ -226,7 +226,7 @@ class Reranker:
         queries: str | Sequence[str],
         documents: str | Sequence[str],
         instruction: str | None = None,
-    ) -> list[tuple[Prompt, PoolingParams]]:
+    ) -> list[tuple[list[int], PoolingParams]]:
         """The prompt and the parameters for each document. The K/V up to the document are shared:
         they stay in the prefix cache.
 
@@ -242,12 +242,12 @@ class Reranker:
             asked *= len(answers)
         if len(asked) != len(answers):
             raise ArgumentError(
-                f"[score] {len(asked)} queries for {len(answers)} documents; give one for all, or "
-                "one for each",
+                f"[score] queries must be one text, or one for each of {len(answers)} documents, "
+                f"got {len(asked)}",
                 "queries",
             )
         before, after = self._encode(_BEFORE), self._encode(_AFTER)
-        requests: list[tuple[Prompt, PoolingParams]] = []
+        requests: list[tuple[list[int], PoolingParams]] = []
         for query, document in zip(asked, answers, strict=True):
             text = _ASKED.format(instruction=instruction or DEFAULT_INSTRUCTION, query=query)
             head, token_ids = self._encode(text), self._encode(text + document)
@@ -256,7 +256,7 @@ class Reranker:
             pooling = PoolingParams(
                 token_ids=self.token_ids, num_shared_tokens=len(before) + num_same
             )
-            requests.append(({"prompt_token_ids": before + token_ids + after}, pooling))
+            requests.append((before + token_ids + after, pooling))
         return requests
 
     def _encode(self, text: str) -> list[int]:

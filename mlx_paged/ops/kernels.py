@@ -474,8 +474,11 @@ def parts_of(name: str) -> tuple[str, ...]:
 
 
 def header(name: str) -> str:
-    files = MATMUL_HEADERS if name == "rows_matmul" else HEADERS
-    return "\n".join(map(read_source, files))
+    return "\n".join(map(read_source, headers_of(name)))
+
+
+def headers_of(name: str) -> tuple[str, ...]:
+    return MATMUL_HEADERS if name == "rows_matmul" else HEADERS
 
 
 # The following arrays are shared by all threads for the whole process. They are evaluated, because

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import re
 from dataclasses import dataclass
@@ -44,6 +45,9 @@ _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _MAX_BUDGET = 2**63
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhdw]?)\s*", re.IGNORECASE)
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+# As Go writes them, and so Ollama's clients.
+_GO_DURATION = re.compile(r"(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|[smhdw]))+", re.IGNORECASE)
+_GO_SECONDS = {**_SECONDS, "ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3}
 _MAX_SECONDS = 100 * 365.25 * 86_400
 RECOMMENDED = "recommended"
 
@@ -106,6 +110,21 @@ def _read_duration(given: object) -> float | None:
     elif isinstance(given, numbers.Real) and not isinstance(given, bool):
         seconds = float(given)
     return seconds if 0 < seconds <= _MAX_SECONDS else None
+
+
+def _read_keep_alive(given: object) -> float | None:
+    text = str(given).strip().lower()
+    if isinstance(given, bool) or not isinstance(given, (int, float, str)):
+        return None
+    is_negative, text = text.startswith("-"), text.removeprefix("-")
+    if _GO_DURATION.fullmatch(text):
+        parts = re.findall(r"([\d.]+)([a-zµ]+)", text)
+        seconds = sum(float(number) * _GO_SECONDS[unit] for number, unit in parts)
+    elif re.fullmatch(r"\d+(?:\.\d*)?", text):
+        seconds = float(text)
+    else:
+        return None
+    return math.inf if is_negative or seconds > _MAX_SECONDS else seconds
 
 
 @dataclass(frozen=True)
@@ -172,6 +191,11 @@ DURATION = Domain(
     "seconds (90, 90s), minutes, hours, days or weeks (30m, 12h, 7d, 2w), above 0",
     _read_duration,
     _read_duration,
+    metavar="T",
+)
+KEEP_ALIVE = Domain(
+    "0, seconds (300, 300s), a duration (90s, 5m, 1h30m), or -1 for ever",
+    _read_keep_alive,
     metavar="T",
 )
 KV_FORMAT = Domain(f"{KV_BITS_LISTED} or one for each, such as K:8,V:4", _read_kv_bits, metavar="N")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from mlx_paged.errors import ArgumentError
 from mlx_paged.options.argument_values import (
@@ -17,6 +17,7 @@ from mlx_paged.options.argument_values import (
     TOKEN,
     Domain,
     Several,
+    one_of,
     or_none,
     refused,
     whole,
@@ -44,6 +45,10 @@ __all__ = [
     "SamplingParams",
     "StructuredOutputsParams",
 ]
+
+# What a model is for, where its files do not say so.
+Task: TypeAlias = Literal["embed", "score"]
+TASK = or_none(one_of("embed", "score"))
 
 # Not where the class is defined: the advice needs the declared parameters, which need the class.
 constructor_refuses_unknown(StructuredOutputsParams)

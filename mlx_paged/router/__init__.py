@@ -1,4 +1,1 @@
-"""``mlx-paged serve`` with several models: a proxy in front of one server process per model.
-
-Does not import MLX.
-"""
+"""``mlx-paged serve`` with several models: a proxy in front of one server process per model."""

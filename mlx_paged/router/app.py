@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import quote
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -19,20 +21,32 @@ from starlette.routing import Route
 
 import mlx_paged
 from mlx_paged.errors import shown
+from mlx_paged.options.config import KEEP_ALIVE
 from mlx_paged.router.model_process import ModelProcess
-from mlx_paged.router.router import Forwarded, Router, may_use
-from mlx_paged.server.errors import ApiError, failed, not_stored
-from mlx_paged.server.http.access import ANONYMOUS, SAFE_METHODS, guarded, html_page
+from mlx_paged.router.residency import Resident
+from mlx_paged.router.router import Forwarded, Router
+from mlx_paged.server.errors import ApiError, failed, not_stored, until_disconnect
+from mlx_paged.server.http.access import ANONYMOUS, SAFE_METHODS, Principal, guarded, html_page
 from mlx_paged.server.http.http_server import MAX_CONNECTIONS, Gate
 from mlx_paged.server.http.limits import Limits
 from mlx_paged.server.http.logs import RequestLog
-from mlx_paged.server.schemas import read_part
+from mlx_paged.server.ollama import listing
+from mlx_paged.server.program import ANY_NAME
+from mlx_paged.server.schemas import read_part, wrong
 from mlx_paged.server.settings import KeyFile, ServerSettings
 
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 _OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _END = "# EOF"  # of OpenMetrics
+_STREAMED = ("/api/chat", "/api/generate")  # unless the client wants it otherwise
+
+
+def _keep_alive(given: object) -> object:
+    seconds = None if given is None else KEEP_ALIVE.read(given)
+    if given is not None and seconds is None:
+        raise wrong(f"must be {KEEP_ALIVE.what}, got {shown(given)}")
+    return seconds
 
 
 class RoutedFields(BaseModel):
@@ -42,14 +56,22 @@ class RoutedFields(BaseModel):
 
     model: str | None = None
     stream: bool | None = None
+    keep_alive: Annotated[Any, AfterValidator(_keep_alive)] = None
 
 
-class NamedModel(BaseModel):
-    """The body of ``/models/load`` and ``/models/unload``."""
+class ShownFields(BaseModel):
+    """The body of ``POST /api/show``."""
 
     model_config = RoutedFields.model_config
 
-    model: str
+    model: str | None = None
+    name: str | None = None
+
+
+class LoadFields(RoutedFields):
+    """The body of a request to load or unload a model."""
+
+    pin: bool | None = None
 
 
 class RouterApp(RequestLog):
@@ -94,6 +116,14 @@ class RouterApp(RequestLog):
                         ("/{name:path}", self.model, "GET"),
                     )
                 ),
+                Route("/api/version", self.ollama_version),
+                Route("/api/tags", self.tags),
+                Route("/api/ps", self.loaded),
+                Route("/api/show", self.show, methods=["POST"]),
+                *(
+                    Route(path, self.refuse, methods=[method])
+                    for path, method in listing.REFUSED.items()
+                ),
                 Route("/model/{path:path}", self.of_model, methods=_METHODS),
                 Route("/v1/responses/{path:path}", self.stored_response, methods=_METHODS),
                 Route("/{path:path}", self.forward, methods=_METHODS),
@@ -124,8 +154,9 @@ class RouterApp(RequestLog):
 
     async def models(self, request: Request) -> Response:
         """The models that the user may use, and their states."""
-        data = [self._card(each) for each in self._allowed(request)]
-        return JSONResponse({"object": "list", "data": data})
+        data = [self._card(each) for each in self._router.allowed(request.state.principal)]
+        budget = self._router.residency.budget
+        return JSONResponse({"object": "list", "data": data, "bytes_budget": budget})
 
     async def model(self, request: Request) -> Response:
         """One of the models that the user may use, and its state."""
@@ -133,16 +164,62 @@ class RouterApp(RequestLog):
         return JSONResponse(self._card(self._router.find(name, request.state.principal)))
 
     async def load(self, request: Request) -> Response:
-        """Load a model, and answer when it is loaded."""
-        process = await self._named(request)
-        async with self._router.use(process):
-            return JSONResponse({"success": True, **self._card(process)})
+        """Load a model, and answer when it is loaded; with ``pin``, it stays loaded."""
+        model, fields = await self._read_load(request)
+        if fields.pin is not None:
+            model.is_pinned = fields.pin
+        await until_disconnect(
+            request.receive, self._router.residency.load(model.name, fields.keep_alive)
+        )
+        return JSONResponse({"success": True, **self._card(model)})
 
     async def unload(self, request: Request) -> Response:
-        """Unload a model, whose running answers have ``--drain-seconds`` to end."""
-        process = await self._named(request)
-        await process.stop()
-        return JSONResponse({"success": True, **self._card(process)})
+        """Unload a model when the answers that it gives now have ended."""
+        model, _ = await self._read_load(request)
+        model.is_pinned = False
+        await until_disconnect(request.receive, self._router.residency.unload(model.name))
+        return JSONResponse({"success": True, **self._card(model)})
+
+    async def ollama_version(self, request: Request) -> Response:
+        """The version of Ollama whose API this is."""
+        return JSONResponse({"version": listing.VERSION})
+
+    async def tags(self, request: Request) -> Response:
+        """The models that the user may use, in Ollama's form. Of one that was never loaded, only
+        its names are known.
+        """
+        models = self._router.allowed(request.state.principal)
+        found = [each for model in models for each in _listed(model.process)]
+        return JSONResponse({"models": found})
+
+    async def loaded(self, request: Request) -> Response:
+        """The models that are loaded, in Ollama's form, with their memory."""
+        found = []
+        for model in self._router.allowed(request.state.principal):
+            process, expires = model.process, listing.FOREVER
+            if process.state != "loaded":
+                continue
+            seconds = max(0.0, model.expires - asyncio.get_running_loop().time())
+            if not (model.is_pinned or math.isinf(seconds)):
+                expires = listing.timestamp(time.time() + seconds)
+            nbytes = await process.nbytes()
+            memory = {"size": nbytes, "size_vram": nbytes, "expires_at": expires}
+            memory["context_length"] = process.max_model_len
+            found += [{**each, **memory} for each in _listed(process)]
+        return JSONResponse({"models": found})
+
+    async def show(self, request: Request) -> Response:
+        """What a model is and can do, in Ollama's form. One that was never loaded is loaded."""
+        fields = read_part(ShownFields, await request.body())
+        name = fields.model or fields.name
+        model = self._router.find(name, request.state.principal)
+        if model.process.description is None:
+            await until_disconnect(request.receive, self._router.residency.load(model.name))
+        return JSONResponse(listing.shown(name or model.name, model.process.description or {}))
+
+    async def refuse(self, request: Request) -> Response:
+        """Refused: the error says what to use instead."""
+        listing.refuse(request.url.path)
 
     async def metrics(self, request: Request) -> Response:
         """The metrics of all models that are loaded, for Prometheus."""
@@ -172,88 +249,98 @@ class RouterApp(RequestLog):
         path = request.path_params["path"]
         if path.endswith("/") and request.method in SAFE_METHODS:
             return html_page("mlx_paged.server")  # open to all, as it holds no data
-        names = [name for each in self._allowed(request) for name in each.names]
+        allowed = self._router.allowed(request.state.principal)
+        names = [name for model in allowed for name in model.process.names]
         found = [name for name in names if f"{path}/".startswith(f"{name}/")]
         name = max(found, key=len, default=path)
-        process = self._router.find(name, request.state.principal)
-        if path == name and request.method in SAFE_METHODS:
-            return RedirectResponse(f"/model/{path}/")
-        return await self._forwarded(request, process, path.removeprefix(name))
+        if path == name and found and request.method in SAFE_METHODS:
+            return RedirectResponse(f"/model/{quote(path)}/")
+        return await self._forwarded(request, name, quote(path.removeprefix(name)).encode())
 
     async def forward(self, request: Request) -> Response:
         """Any other path, for the model that the body or the query names."""
         return await self._forwarded(request)
 
     async def _forwarded(
-        self, request: Request, process: ModelProcess | None = None, path: str = ""
+        self, request: Request, name: str | None = None, path: bytes | None = None
     ) -> Response:
-        body, streams = await request.body(), False
-        name = request.query_params.get("model")
+        """The response of the model of a name, by default the one that is asked for."""
+        principal, body, fields = request.state.principal, await request.body(), RoutedFields()
         if request.method == "POST":
             fields = read_part(RoutedFields, body)
-            name, streams = fields.model or name, bool(fields.stream)
-        if process is None:
-            process = self._router.find(name, request.state.principal)
-            raw: bytes = request.scope["raw_path"]
-        else:
-            raw = quote(path).encode()
-        if request.method in SAFE_METHODS and process.state != "loaded":
-            raise ApiError(
-                503, f"the model {shown(process.name)} is not loaded", code="model_not_loaded"
-            )
-        query: bytes = request.scope["query_string"]
-        return Forwarded(self._router, process, body, raw + b"?" * bool(query) + query, streams)
+        name = name or fields.model or request.query_params.get("model")
+        model = self._router.find(name, principal)
+        if request.method in SAFE_METHODS and model.process.state != "loaded":
+            text = f"the model {shown(model.name)} is not loaded"
+            raise ApiError(503, text, code="model_not_loaded")
+        if fields.keep_alive is not None and fields.keep_alive > model.keep_alive:
+            self._check_admin(principal, f"to keep it for more than {model.keep_alive:g} s")
+        raw, query = request.scope["raw_path"], request.scope["query_string"]
+        target = (raw if path is None else path) + b"?" * bool(query) + query
+        streams = request.url.path in _STREAMED if fields.stream is None else fields.stream
+        return Forwarded(self._router, model, body, target, fields.keep_alive, streams)
 
-    def _allowed(self, request: Request) -> list[ModelProcess]:
-        principal = request.state.principal
-        return [each for each in self._router.processes if may_use(principal, each)]
-
-    async def _named(self, request: Request) -> ModelProcess:
+    async def _read_load(self, request: Request) -> tuple[Resident, LoadFields]:
         """The model that an administrator names, in the path or in the body.
 
         Raises:
             ApiError: the user is none, or there is no such model.
         """
-        principal = request.state.principal
-        if not (principal.is_admin or (principal is ANONYMOUS and self._is_loopback)):
-            raise ApiError(
-                403,
-                "models are loaded and unloaded with a key that is marked admin in the key file, "
-                "or without keys from this machine",
-                code="admin_needed",
-            )
-        name = request.path_params.get("name")
+        principal, body = request.state.principal, await request.body()
+        self._check_admin(principal, "to load or unload it")
+        fields = read_part(LoadFields, body) if body else LoadFields()
+        name = request.path_params.get("name", fields.model)
         if name is None:
-            name = read_part(NamedModel, await request.body()).model
-        return self._router.find(name, principal)
+            raise ApiError(400, "model is missing", param="model")
+        return self._router.find(name, principal), fields
 
-    def _card(self, process: ModelProcess) -> dict[str, Any]:
+    def _check_admin(self, principal: Principal, what: str) -> None:
+        """Raise :class:`ApiError` unless the user may change which models are loaded."""
+        if not (principal.is_admin or (principal is ANONYMOUS and self._is_loopback)):
+            text = (
+                f"a model needs a key that is marked admin {what}, or no keys and a client on this "
+                "machine"
+            )
+            raise ApiError(403, text, code="admin_needed")
+
+    def _card(self, model: Resident) -> dict[str, Any]:
         """A model in OpenAI's form, with the states of LM Studio's and llama.cpp's."""
+        process = model.process
         has_failed = process.state == "failed"
         state = "unloaded" if has_failed else process.state
         return {
-            "id": process.name,
+            "id": model.name,
             "object": "model",
             "created": self._router.created,
             "owned_by": "mlx_paged",
-            "root": process.name,
+            "root": model.name,
             "parent": None,
             "max_model_len": process.max_model_len,
             "aliases": list(process.names[1:]),
             "state": state,
             "status": {"value": state, "failed": has_failed},
+            "is_pinned": model.is_pinned,
             "num_requests": process.num_requests,
+            **self._router.residency.view(model),
         }
 
     async def _ask_loaded(
         self, request: Request, target: str, *headers: tuple[bytes, bytes]
     ) -> list[str]:
         """What the loaded models answer, without those that fail meanwhile."""
-        loaded = [each for each in self._allowed(request) if each.state == "loaded"]
+        allowed = self._router.allowed(request.state.principal)
+        loaded = [model.process for model in allowed if model.process.state == "loaded"]
         found = await asyncio.gather(
             *(each.ask(target, *headers) for each in loaded), return_exceptions=True
         )
         return [body.decode() for body in found if isinstance(body, bytes)]
+
+
+def _listed(process: ModelProcess) -> list[dict[str, Any]]:
+    """The entries of a model in Ollama's form."""
+    return listing.entries(
+        (name for name in process.names if name != ANY_NAME), process.description
+    )
 
 
 def merge_metrics(texts: Iterable[str]) -> str:

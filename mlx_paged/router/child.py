@@ -22,8 +22,10 @@ from mlx_paged.cli.program import Parser, import_first, run_program
 from mlx_paged.cli.streams import say, warnings_as_lines
 from mlx_paged.server import program
 
-# After the router's end, for answers that nobody reads to be aborted and queued blocks written.
+# After the router's end, for answers that no client reads to be aborted and queued blocks written.
 SECONDS_TO_END = 30.0
+# How often, in a row, K/V are asked to take less while a request of the server itself may run.
+_TRIES, _SECONDS_BETWEEN_TRIES = 20, 0.1
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,28 +47,41 @@ def _run(own: argparse.Namespace) -> int:
     from mlx_paged.engine.descriptions import describe_engine
     from mlx_paged.server.app import App
     from mlx_paged.server.http.logs import logger, setup_logging
+    from mlx_paged.server.ollama.models import describe
     from mlx_paged.server.routes import ApiRoute, RequestContext
     from mlx_paged.server.schemas import Body
 
-    def nbytes() -> int:
-        return mx.get_active_memory() + mx.get_cache_memory()
-
     async def state(context: RequestContext[Body]) -> Response:
-        """The context, and the bytes that this process holds on the device."""
-        return JSONResponse({"max_model_len": service.max_model_len, "nbytes": nbytes()})
+        """The context, and the bytes that this process holds."""
+        return JSONResponse({"max_model_len": service.max_model_len, "nbytes": nbytes_held()})
 
-    async def shrink(context: RequestContext[Body]) -> Response:
-        """Free what no running request needs; the bytes that were freed."""
-        before = nbytes()
-        await asyncio.to_thread(context.service.engine.shrink)
+    async def description(context: RequestContext[Body]) -> Response:
+        """What lists say of the model."""
+        return JSONResponse(await context.run_in_tokenizer_pool(lambda _: describe(service)))
+
+    async def budget(context: RequestContext[Body]) -> Response:
+        """Change what K/V may take: ``?nbytes=N``; the budget then."""
+        nbytes = int(context.request.query_params["nbytes"])
+        service = context.service
+        found = nbytes + 1
+        for _ in range(_TRIES):
+            service.idle_prefill.pause()  # It is a request, too, and ends soon.
+            found = await asyncio.to_thread(service.engine.set_budget, nbytes)
+            if found <= nbytes:
+                break
+            await asyncio.sleep(_SECONDS_BETWEEN_TRIES)
         mx.clear_cache()
-        return JSONResponse({"nbytes": before - nbytes()})
+        return JSONResponse({"nbytes": found})
 
     sys.setswitchinterval(program.SWITCH_SECONDS)
     settings = program.read_settings(args)
     setup_logging(settings.log_level, settings.log_prompts)
     service = program.make_service(args, settings)
-    routes = [ApiRoute("/router/state", state), ApiRoute("/router/shrink", shrink)]
+    routes = [
+        ApiRoute("/router/state", state),
+        ApiRoute("/router/description", description),
+        ApiRoute("/router/budget", budget),
+    ]
     with service.engine, warnings_as_lines(partial(logger.warning, "%s")):
         app = App(service, max_connections=program.max_connections(), for_router=routes)
 
@@ -74,6 +89,18 @@ def _run(own: argparse.Namespace) -> int:
             say(f"[{' | '.join(describe_engine(args.model, service.engine.engine))}]")
 
         return program.serve(app, [socket.socket(fileno=own.fd)], announce)
+
+
+def nbytes_held() -> int:
+    """The bytes that this process holds: on a Mac what MLX has allocated, in use or for reuse, and
+    elsewhere all memory that is resident.
+    """
+    import mlx.core as mx
+
+    if mx.metal.is_available():
+        return mx.get_active_memory() + mx.get_cache_memory()
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _end_with_router() -> None:

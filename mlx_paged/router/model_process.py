@@ -43,14 +43,15 @@ class ModelProcess:
 
     Args:
         name: for clients, and in the log.
-        flags: the server's parsed flags for this model, with its ``aliases`` and ``pin``.
+        flags: the server's parsed flags for this model.
         path: where its socket is made: in a folder that only this user can open, with fewer than
             104 bytes, the limit of macOS.
 
     Attributes:
-        names: the name and the aliases.
+        names: the name, and aliases.
         max_model_len: the most tokens of a prompt and its answer; ``None`` if there is no limit, or
             the model was never loaded.
+        description: what lists say of the model; ``None`` if it was never loaded.
         state: ``"failed"`` if the process ended by itself or could not load the model; like
             ``"unloaded"``, it can be started.
         num_requests: the requests that are being answered.
@@ -59,9 +60,10 @@ class ModelProcess:
 
     def __init__(self, name: str, flags: Mapping[str, Any], path: Path):
         self.name = name
-        self.names = (name, *flags["aliases"])
+        self.names = tuple(flags["served_model_name"])
         self.flags = flags
         self.max_model_len: int | None = None
+        self.description: dict[str, Any] | None = None
         self.state: State = "unloaded"
         self.num_requests = 0
         self.loading_since = 0.0
@@ -78,8 +80,12 @@ class ModelProcess:
             uds=str(path), max_connections=None, max_keepalive_connections=0
         )
 
-    async def start(self) -> None:
+    async def start(self, kv_cache_bytes: int | None = None) -> None:
         """Load the model; returns when it answers. If it is loaded already, does nothing.
+
+        Args:
+            kv_cache_bytes: the budget of its K/V, in the place of the flags'; then K/V of preempted
+                requests have no host memory beside it, unless the flags say so.
 
         Raises:
             ApiError: the model can't be loaded, was unloaded meanwhile, or has failed several times
@@ -92,7 +98,7 @@ class ModelProcess:
                 raise self._failure_now()
             self.state, self.loading_since = "loading", time.monotonic()
             try:
-                await self._load()
+                await self._load(kv_cache_bytes)
             except BaseException:
                 await self._kill()
                 if self.state == "loading":
@@ -127,12 +133,14 @@ class ModelProcess:
             await self._kill()
             return False
 
-    async def shrink(self) -> int:
-        """Free what no running request needs; returns the number of bytes that were freed."""
-        return int(json.loads(await self.ask("/router/shrink"))["nbytes"])
+    async def shrink(self, kv_nbytes: int) -> int:
+        """Change what K/V may take, to at most the budget of the start; returns what it is then.
+        While requests are answered, it is only raised.
+        """
+        return int(json.loads(await self.ask(f"/router/budget?nbytes={kv_nbytes}"))["nbytes"])
 
     async def nbytes(self) -> int:
-        """The bytes that the process holds on the device; 0 if there is none."""
+        """The bytes that the process holds by its own measure; 0 if there is none."""
         if self.state != "loaded":
             return 0
         return int(json.loads(await self.ask("/router/state"))["nbytes"])
@@ -179,7 +187,7 @@ class ModelProcess:
             raise ApiError(503, f"the model {shown(self.name)} answers {target} with {text}")
         return response.content
 
-    async def _load(self) -> None:
+    async def _load(self, kv_cache_bytes: int | None) -> None:
         """Start the process, which listens from the beginning, and wait until it answers."""
         self._said = ""
         self._path.unlink(missing_ok=True)
@@ -196,7 +204,10 @@ class ModelProcess:
                 start_new_session=True,  # Ctrl-C in a terminal is for the router alone.
             )
         assert process.stdin is not None
-        process.stdin.write(json.dumps(dict(self.flags)).encode() + b"\n")
+        flags = dict(self.flags)
+        if kv_cache_bytes is not None:
+            flags |= {"kv_cache_bytes": kv_cache_bytes, "swap_bytes": flags["swap_bytes"] or "0"}
+        process.stdin.write(json.dumps(flags).encode() + b"\n")
         relaying = asyncio.create_task(self._relay(process))
         is_ready = await self._answers(process)
         if self.state != "loading":
@@ -221,6 +232,7 @@ class ModelProcess:
             await asyncio.wait({ending, asking}, return_when=asyncio.FIRST_COMPLETED)
             if asking.done() and asking.exception() is None:
                 self.max_model_len = json.loads(asking.result())["max_model_len"]
+                self.description = json.loads(await self.ask("/router/description"))
                 return True
             await self._kill()
             return False
@@ -245,7 +257,7 @@ class ModelProcess:
             with suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), PROBE_SECONDS)
             if process.returncode is None and not await self._is_healthy():
-                reason = f"hung: it did not answer within {DEADLINE:g} s"
+                reason = f"it did not answer within {DEADLINE:g} s, so it was killed"
                 await self._kill()
         if self.state == "loaded":
             what = reason or self._said or _in_words(process.returncode)

@@ -11,14 +11,18 @@ import sys
 import tempfile
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mlx_paged.block_store import BlockStoreError
+from mlx_paged.block_store.directory import make_folder
 from mlx_paged.cli.program import Parser, run_program
 from mlx_paged.cli.streams import say, warnings_as_lines
 from mlx_paged.errors import STUCK_STATUS, ArgumentError, one_line, shown, system_reason
+from mlx_paged.options.config import DEFAULT_CACHE_DIR_SIZE, KEEP_ALIVE, NBYTES
 from mlx_paged.server import program as server
 from mlx_paged.server.settings import KeyFile, in_words
 
@@ -26,7 +30,8 @@ FLAGS = server.FLAGS | {name: f"--{name.replace('_', '-')}" for name in ("models
 # What the router does for all models, so that no section of a model may set it.
 _FOR_ALL = {
     *("host", "port", "allow_unauthenticated", "allowed_host", "cors_origin", "share_cache"),
-    *("api_key", "api_key_file", "models_dir", "config"),
+    *("api_key", "api_key_file", "models_dir", "config", "memory_limit"),
+    *("cache_dir_size", "cache_dir_writes"),
 }
 _MAX_FOLDER = 90  # bytes; macOS allows a socket's path 104, with the zero at its end
 
@@ -47,6 +52,21 @@ def setup_arg_parser(prog: str | None = None) -> Parser:
     )
     several.add_argument(
         "--models-dir", metavar="DIR", help="serve every model in the folders of this folder"
+    )
+    several.add_argument(
+        "--memory-limit",
+        type=NBYTES.read_flag,
+        metavar="BYTES",
+        help="memory for all models together (65536, 512M, 96G; default: what Metal recommends, or "
+        "all memory)",
+    )
+    several.add_argument(
+        "--keep-alive",
+        type=KEEP_ALIVE.read_flag,
+        default="-1",
+        metavar="T",
+        help="how long a model stays in memory after a request if no other needs its room: "
+        f"{KEEP_ALIVE.what} (default: -1)",
     )
     several.add_argument(
         "--config",
@@ -188,6 +208,7 @@ def _serve(args: argparse.Namespace, models: Mapping[str, Mapping[str, Any]]) ->
     """Serve models until a signal arrives; returns the exit status."""
     from mlx_paged.router.app import RouterApp
     from mlx_paged.router.model_process import ModelProcess
+    from mlx_paged.router.residency import Residency, Resident, measure
     from mlx_paged.router.router import Router
     from mlx_paged.server.http.http_server import (
         HttpServer,
@@ -200,6 +221,7 @@ def _serve(args: argparse.Namespace, models: Mapping[str, Mapping[str, Any]]) ->
 
     names = [name for flags in models.values() for name in flags["served_model_name"]]
     settings = server.read_settings(args, names)
+    budget = _budget(args.memory_limit)
     sockets = bind(settings.host, settings.port)
     folder = _folder_for_sockets()
     try:
@@ -208,11 +230,17 @@ def _serve(args: argparse.Namespace, models: Mapping[str, Mapping[str, Any]]) ->
         key_file = None
         if args.api_key_file is not None:
             key_file = KeyFile(args.api_key, args.api_key_file, settings.api_keys, names)
-        processes = [
-            ModelProcess(name, flags, folder / str(number))
+        models = with_cache_dir(models)
+        residents = [
+            Resident(
+                ModelProcess(name, flags, folder / str(number)),
+                partial(measure, flags),
+                KEEP_ALIVE.check("server", "keep_alive", flags["keep_alive"]),
+                flags["pin"],
+            )
             for number, (name, flags) in enumerate(models.items())
         ]
-        router = Router(processes)
+        router = Router(Residency(residents, *budget))
         is_open = is_loopback(sockets)
         app = RouterApp(router, settings, is_open, key_file, server.max_connections())
 
@@ -228,6 +256,56 @@ def _serve(args: argparse.Namespace, models: Mapping[str, Mapping[str, Any]]) ->
     finally:
         close_all(sockets)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _budget(limit: str | int | None) -> tuple[int, Callable[[int, int], int]]:
+    """The bytes for all models, and what of them K/V may take beside weights and activations: the
+    share that a single model's K/V take by default.
+    """
+    from mlx_paged.models.memory import kv_share, memory_size, recommended_memory
+
+    recommended = recommended_memory()
+    if limit is not None:
+        recommended = NBYTES.check("server", "memory_limit", limit)
+    budget = recommended or memory_size()
+
+    def share_of_kv(weight_nbytes: int, activation_nbytes: int) -> int:
+        return kv_share(weight_nbytes, activation_nbytes, recommended, budget)
+
+    return budget, share_of_kv
+
+
+def with_cache_dir(models: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The flags of models, with a folder for their conversations where none is given, so that these
+    outlive their time in memory.
+    """
+    from mlx_paged.models.memory import format_nbytes
+
+    folder = default_cache_dir()
+    without = {
+        name: {**flags, "cache_dir": str(folder)}
+        for name, flags in models.items()
+        if flags["cache_dir"] is None and flags["kv"] == "paged" and flags["enable_prefix_caching"]
+    }
+    if not without:
+        return dict(models)
+    try:
+        make_folder(folder)
+    except BlockStoreError as error:
+        say(f"[conversations are kept in memory only: {one_line(error)}]")
+        return dict(models)
+    given = next(iter(without.values()))["cache_dir_size"] or DEFAULT_CACHE_DIR_SIZE
+    size = format_nbytes(NBYTES.check("server", "cache_dir_size", given))
+    say(
+        f"[conversations are kept in {folder}, {size} at most for all models, as private as their "
+        "texts; --cache-dir none keeps them in memory only]"
+    )
+    return {**models, **without}
+
+
+def default_cache_dir() -> Path:
+    """The folder of conversations that no flag names."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mlx-paged"
 
 
 def _folder_for_sockets() -> Path:

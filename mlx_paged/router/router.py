@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -14,17 +14,21 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from mlx_paged.errors import shown
 from mlx_paged.router.model_process import Headers, ModelProcess
+from mlx_paged.router.residency import Residency, Resident
 from mlx_paged.server.errors import (
     FAILED,
+    OLLAMA,
     ApiError,
     error_response,
     protocol_of,
+    same_names,
+    unknown_model,
     until_disconnect,
 )
-from mlx_paged.server.http.access import ROUTER_PREFIX, Principal
-from mlx_paged.server.http.sse import HEADERS, event
+from mlx_paged.server.http.access import ROUTER_PREFIX, SAFE_METHODS, Principal
+from mlx_paged.server.http.sse import HEADERS, EventStream, LineStream
+from mlx_paged.server.program import ANY_NAME
 
 logger = logging.getLogger("mlx_paged.server")
 
@@ -38,70 +42,60 @@ _NOT_PASSED_ON = {
     *(b"host", b"content-length", b"x-request-id", b"request-id", b"date"),
     *(b"authorization", b"x-api-key", b"cookie", b"origin"),
 }
-_EVENT_HEADERS = [
-    *((name.lower().encode(), value.encode()) for name, value in HEADERS.items()),
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-]
+_EVENT_HEADERS = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
 
 
 class Router:
     """The models and their processes.
 
     Args:
-        processes: at least one; the first answers requests without a model.
+        residency: of at least one model; the first one answers requests that name none.
 
     Attributes:
         created: when the router started, in seconds since the epoch.
     """
 
-    def __init__(self, processes: Sequence[ModelProcess]):
-        self.processes = processes
+    def __init__(self, residency: Residency):
+        self.residency = residency
         self.created = int(time.time())
-        self._loads: dict[str, asyncio.Task[None]] = {}
         self._answers: set[asyncio.Task[Any]] = set()
         self._is_aborting = False
 
     def begin(self) -> None:
-        """Load the pinned models, from the running event loop on."""
+        """Load the pinned models, in the running event loop."""
         self._loop = asyncio.get_running_loop()
-        for process in self.processes:
-            if process.flags["pin"]:
-                self._load(process)
+        self._loads = [
+            asyncio.create_task(self._load_pinned(name))
+            for name, model in self.residency.models.items()
+            if model.is_pinned
+        ]
 
-    def find(self, name: str | None, principal: Principal) -> ModelProcess:
-        """The process of a model, by its name or an alias; without a name, of the first one.
+    async def _load_pinned(self, name: str) -> None:
+        with suppress(ApiError):  # It is logged, and requests try again.
+            await self.residency.load(name)
 
-        Raises:
-            ApiError: there is none of this name that the user may use.
-        """
-        allowed = [each for each in self.processes if may_use(principal, each)]
-        for process in allowed:
-            if name is None or name in process.names:
-                return process
-        for process in allowed:
-            if "*" in process.names:
-                return process
-        names = ", ".join(shown(each.name) for each in allowed)
-        text = f"there is no model {shown(name)}; this server has {names}"
-        raise ApiError(404, text, param="model", code="model_not_found")
+    def allowed(self, principal: Principal) -> list[Resident]:
+        """The models that a user may use."""
+        models, names = self.residency.models.values(), principal.models
+        return [
+            model for model in models if names is None or not names.isdisjoint(model.process.names)
+        ]
 
-    @asynccontextmanager
-    async def use(self, process: ModelProcess) -> AsyncIterator[None]:
-        """Load a model and keep it loaded.
+    def find(self, name: str | None, principal: Principal) -> Resident:
+        """The model of a name or an alias that the user may use; without a name, the first one.
 
         Raises:
-            ApiError: it can't be loaded.
+            ApiError: there is none.
         """
-        # In a task of its own: other requests wait for it, too.
-        await asyncio.shield(self._load(process))
-        yield
-
-    def _load(self, process: ModelProcess) -> asyncio.Task[None]:
-        task = self._loads.get(process.name)
-        if task is None or task.done():
-            task = self._loads[process.name] = asyncio.create_task(process.start())
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return task
+        allowed = self.allowed(principal)
+        if name is None and allowed:
+            return allowed[0]
+        name = name or ""
+        for names in ({name}, same_names(name), {ANY_NAME}):
+            for model in allowed:
+                if not names.isdisjoint(model.process.names):
+                    return model
+        raise unknown_model(name, (model.name for model in allowed))
 
     @asynccontextmanager
     async def answering(self) -> AsyncIterator[None]:
@@ -138,24 +132,17 @@ class Router:
         """End all processes, from another thread than the event loop's; returns whether none had to
         be killed.
         """
-        return asyncio.run_coroutine_threadsafe(self._stop_all(timeout), self._loop).result()
-
-    async def _stop_all(self, timeout: float) -> bool:
-        ends = (each.stop(timeout + STOP_SECONDS) for each in self.processes)
-        return all(await asyncio.gather(*ends))
-
-
-def may_use(principal: Principal, process: ModelProcess) -> bool:
-    """Whether the key of a user is for a model."""
-    return principal.models is None or not principal.models.isdisjoint(process.names)
+        closing = self.residency.close(timeout + STOP_SECONDS)
+        return asyncio.run_coroutine_threadsafe(closing, self._loop).result()
 
 
 class Forwarded(Response):
     """The response of a model's process, passed on as it arrives.
 
     Args:
-        process: of the model.
-        target: the path for the process.
+        model: answers.
+        target: the path and the query.
+        keep_alive: how many seconds the model stays in memory afterwards, if the client says so.
         streams: whether the client expects events. It then gets comments, which clients ignore,
             while the model is being loaded.
     """
@@ -163,13 +150,17 @@ class Forwarded(Response):
     def __init__(
         self,
         router: Router,
-        process: ModelProcess,
+        model: Resident,
         body: bytes,
         target: bytes,
+        keep_alive: float | None = None,
         streams: bool = False,
     ):
-        self._router, self._process = router, process
+        self._router, self._model, self._keep_alive = router, model, keep_alive
         self._body, self._target, self._streams = body, target, streams
+        self._path = target.partition(b"?")[0].decode("latin-1")
+        is_ollama = protocol_of({"path": self._path}) is OLLAMA
+        self._stream: type[EventStream] = LineStream if is_ollama else EventStream
         self._has_begun = self._has_events = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -177,13 +168,13 @@ class Forwarded(Response):
             await until_disconnect(receive, self._send_all(scope, send))
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
-        below = {**scope, "path": self._target.partition(b"?")[0].decode("latin-1")}
+        below = {**scope, "path": self._path}
         try:
             async with self._router.answering():
                 await self._answer(below, send)
         except ApiError as error:
             if self._has_events:
-                await _send_body(send, event(protocol_of(below).event(error)))
+                await _send_body(send, self._stream.encode(protocol_of(below).event(error)))
                 await _send_body(send, b"", more=False)
             elif not self._has_begun:
                 await error_response(error, below)(below, _receive_nothing, send)
@@ -193,15 +184,19 @@ class Forwarded(Response):
                 scope["state"]["connection"].transport.abort()
 
     async def _answer(self, scope: Scope, send: Send) -> None:
+        if scope["method"] in SAFE_METHODS:
+            # What only looks at a model, such as its page, does not keep it in memory.
+            await self._pass_on(self._model.process, scope, send)
+            return
         progress = asyncio.create_task(self._show_progress(send))
         try:
-            async with self._router.use(self._process):
+            async with self._router.residency.use(self._model.name, self._keep_alive) as process:
                 progress.cancel()
-                await self._pass_on(scope, send)
+                await self._pass_on(process, scope, send)
         finally:
             progress.cancel()
 
-    async def _pass_on(self, scope: Scope, send: Send) -> None:
+    async def _pass_on(self, process: ModelProcess, scope: Scope, send: Send) -> None:
         state = scope["state"]
         headers = [
             *((name, value) for name, value in scope["headers"] if _is_passed_on(name)),
@@ -209,11 +204,12 @@ class Forwarded(Response):
             (b"x-request-id", state["request_id"].encode()),
             (b"content-length", str(len(self._body)).encode()),
         ]
-        sending = self._process.send(scope["method"], self._target, headers, self._body)
+        sending = process.send(scope["method"], self._target, headers, self._body)
         async with sending as response:
             state["is_logged"] = True
             found = [(name.lower(), value) for name, value in response.headers]
-            has_events = dict(found).get(b"content-type", b"").startswith(b"text/event-stream")
+            kind = self._stream.media_type.encode()
+            has_events = dict(found).get(b"content-type", b"").startswith(kind)
             if self._has_begun and not has_events:
                 raise _read_error(response.status, await response.aread())
             if not self._has_begun:
@@ -228,13 +224,14 @@ class Forwarded(Response):
         """While the model is being loaded, say so to a client that expects events."""
         if not self._streams:
             return
+        begin = time.monotonic()
         await asyncio.sleep(FIRST_PROGRESS_SECONDS)
         self._has_events = True
-        await self._begin(send, 200, _EVENT_HEADERS)
+        kind = f"{self._stream.media_type}; charset=utf-8".encode()
+        await self._begin(send, 200, [*_EVENT_HEADERS, (b"content-type", kind)])
         while True:
-            seconds = time.monotonic() - self._process.loading_since
-            text = f": {self._process.name} is being loaded, {seconds:.0f} s\n\n"
-            await _send_body(send, text.encode(errors="replace"))
+            text = f"waiting for {self._model.name}, {time.monotonic() - begin:.0f} s"
+            await _send_body(send, self._stream.comment(text))
             await asyncio.sleep(PROGRESS_SECONDS)
 
     async def _begin(self, send: Send, status: int, headers: Headers) -> None:

@@ -13,13 +13,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
-from mlx_paged.server import anthropic, ollama, openai, responses
+from mlx_paged.server import anthropic, openai, pooling, responses
 from mlx_paged.server.errors import ApiError, failed
 from mlx_paged.server.http.access import BehindRouter, guarded
 from mlx_paged.server.http.http_server import MAX_CONNECTIONS, Gate
 from mlx_paged.server.http.limits import Limits
 from mlx_paged.server.http.logs import RequestLog
 from mlx_paged.server.metrics import EngineCollector, count_request, metrics
+from mlx_paged.server.ollama.answers import ROUTES as OLLAMA_ROUTES
 from mlx_paged.server.page import cache_report, health, page, pool, version
 from mlx_paged.server.routes import ApiRoute, openapi
 from mlx_paged.server.service import Service
@@ -36,7 +37,8 @@ ROUTES = [
     *openai.ROUTES,
     *anthropic.ROUTES,
     *responses.ROUTES,
-    *ollama.ROUTES,
+    *OLLAMA_ROUTES,
+    *pooling.ROUTES,
     ApiRoute("/openapi.json", openapi),
 ]
 

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from mlx_paged.errors import (
     RequestError,
     StructuredOutputError,
     one_line,
+    shown,
     type_and_place,
     without_room,
 )
@@ -47,6 +48,7 @@ _OTHER_CLIENT_ERROR = ("invalid_request_error", "invalid_request_error")
 _OTHER_SERVER_ERROR = ("server_error", "api_error")
 
 FAILED = "the server failed; see its log"
+_LATEST = ":latest"
 
 
 @dataclass(eq=False)
@@ -69,6 +71,17 @@ class ApiError(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+
+def unknown_model(name: str, names: Iterable[str]) -> ApiError:
+    """The error for a model that is none of those with these names."""
+    text = f"there is no model {shown(name)}; this server has {', '.join(map(shown, names))}"
+    return ApiError(404, text, param="model", code="model_not_found")
+
+
+def same_names(name: str) -> set[str]:
+    """A name of a model, and the same with or without ``:latest``, as clients of Ollama call it."""
+    return {name, name.removesuffix(_LATEST), f"{name}{_LATEST}"}
 
 
 def _openai_body(error: ApiError, request_id: str | None = None) -> dict[str, Any]:

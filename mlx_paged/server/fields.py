@@ -25,13 +25,12 @@ from mlx_paged.options.sampling_declarations import (
     StructuredOutputsParams,
 )
 from mlx_paged.options.sampling_params import SamplingParams
-from mlx_paged.server.errors import ApiError, api_error
+from mlx_paged.server.errors import ApiError, api_error, same_names, unknown_model
 from mlx_paged.server.generations import Generation
 from mlx_paged.server.schemas import ONE_OR_MORE, Body, Filled, OneOf, refused, short
 from mlx_paged.server.service import Service
 
 _MAX_NAME_LEN = 256  # of a model; each event of a stream contains it
-_LATEST = ":latest"
 
 MAX_COMPLETIONS = 128  # per prompt, as in OpenAI's API
 MAX_STOPS = 64  # each new piece of text is searched for all of them
@@ -54,15 +53,10 @@ class ModelFields(Body):
 
 
 def check_model_name(name: str, service: Service) -> None:
-    """Raise unless the server has a model of this name. ``name:latest``, which Ollama's clients
-    send to all protocols, is the same as ``name``.
-    """
+    """Raise unless the server has a model of this name."""
     is_taken = service.takes_any_name and len(name) <= _MAX_NAME_LEN
-    same = {name, name.removesuffix(_LATEST), f"{name}{_LATEST}"}
-    if same.isdisjoint(service.model_names) and not is_taken:
-        names = ", ".join(map(shown, service.model_names))
-        text = f"there is no model {shown(name)}; this server has {names}"
-        raise ApiError(404, text, param="model", code="model_not_found")
+    if same_names(name).isdisjoint(service.model_names) and not is_taken:
+        raise unknown_model(name, service.model_names)
 
 
 class RequestFields(ModelFields):
@@ -74,6 +68,8 @@ class RequestFields(ModelFields):
     priority: int = 0
     cache_salt: str | None = None
     no_store: bool = False
+    # A router reads it. A server of one model keeps that in memory.
+    keep_alive: Any = None
 
     def options(self) -> RequestOptions:
         """The corresponding options of a request to the engine."""

@@ -16,7 +16,11 @@ from mlx_paged.answers.dialect import PLAIN, AnswerFormat
 from mlx_paged.answers.events import Kind, ToolCall
 from mlx_paged.answers.tokens import PartReader
 from mlx_paged.engine.options import RequestOptions
-from mlx_paged.options.sampling_params import SamplingParams, StructuredOutputsParams
+from mlx_paged.options.sampling_params import (
+    PoolingParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from mlx_paged.request import (
     NO_DRAFTS,
     CompletionOutput,
@@ -43,6 +47,7 @@ class Generation:
         fields: the client's fields by the names of the parameters that they set, for errors.
         parts: returns what the grammar of the answer is made of, by the client's fields, to find
             out which of them can't be compiled.
+        pooling: what it is answered with instead of generated tokens.
     """
 
     prompt_token_ids: list[int]
@@ -52,6 +57,7 @@ class Generation:
     when_finished: Callable[[CompletionOutput], object] | None = None
     fields: Mapping[str, str] = field(default_factory=dict)
     parts: Callable[[], Mapping[str, StructuredOutputsParams]] = dict
+    pooling: PoolingParams | None = None
 
     @property
     def user(self) -> str | None:

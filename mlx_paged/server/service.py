@@ -16,10 +16,11 @@ from mlx_paged.answers.conversation_encoder import ConversationEncoder, StoredAn
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.input_processor import LengthLimit
 from mlx_paged.engine.options import RequestOptions
-from mlx_paged.engine.request import TokenRules
+from mlx_paged.engine.request import NO_RULES, TokenRules
 from mlx_paged.engine.sampling.grammar import PLACE_IN_GRAMMAR
 from mlx_paged.engine.text_stream import TokenTexts, token_texts_of
 from mlx_paged.errors import ArgumentError, PromptTooLongError
+from mlx_paged.loading.pooling import Embedder, Reranker, read_embedder, read_reranker
 from mlx_paged.options.sampling_declarations import KINDS
 from mlx_paged.options.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.request import PrefixReport, RequestOutput
@@ -88,6 +89,27 @@ class Service:
         tier = self.engine.engine.disk_tier
         if tier is not None:
             self.kept_answers.stored = StoredAnswers(tier, self.tokenizer)
+
+    @cached_property
+    def embedder(self) -> Embedder:
+        """How the model embeds texts.
+
+        Raises:
+            ArgumentError: it was not made for embeddings, or can't give them.
+        """
+        embedder = read_embedder(self.engine.engine.runner.model, self.tokenizer)
+        if not embedder.is_declared and self.settings.task != "embed":
+            raise ArgumentError(
+                f"[embed] {self.model_names[0]} was not made for embeddings; serve a model such as "
+                "Qwen3-Embedding, or start the server with --task embed"
+            )
+        return embedder
+
+    @cached_property
+    def reranker(self) -> Reranker:
+        """How the model scores documents; raises ``ArgumentError`` if it is not a reranker."""
+        is_declared = self.settings.task == "score"
+        return read_reranker(self.engine.engine.runner.model, self.tokenizer, is_declared)
 
     @cached_property
     def _threads(self) -> PromptThreads:
@@ -161,7 +183,12 @@ class Service:
                 queue is full or the engine has stopped.
         """
         rules = await self._rules_of(generations[0])
-        tasks = [asyncio.create_task(self._start(each, rules, request_id)) for each in generations]
+        tasks = [
+            asyncio.create_task(
+                self._start(each, rules, request_id, self.admit(each.params.n, each.user))
+            )
+            for each in generations
+        ]
         try:
             return list(await asyncio.gather(*tasks))
         except BaseException:
@@ -202,17 +229,24 @@ class Service:
             raise
 
     async def _start(
-        self, generation: Generation, rules: TokenRules, request_id: str | None
+        self,
+        generation: Generation,
+        rules: TokenRules,
+        request_id: str | None,
+        admission: AbstractContextManager[object],
     ) -> Answer:
+        """Start a generation, which holds its places in the queue, an admission that is not
+        entered yet, until its first part arrives.
+        """
         form = generation.answer_format
         rules = rules._replace(answer_format=form if form.has_marks else None)
         options: RequestOptions = {**generation.options, "token_rules": rules}
         with ExitStack() as places:
-            places.enter_context(self.admit(generation.params.n, generation.user))
+            places.enter_context(admission)
             self.idle_prefill.pause()
             outputs = self.engine.generate(
                 {"prompt_token_ids": generation.prompt_token_ids},
-                generation.params,
+                generation.pooling or generation.params,
                 request_id=f"{request_id or 'request'}-{next(self._numbers)}",
                 **options,
             )
@@ -266,3 +300,34 @@ class Service:
         finally:
             for answer in answers:
                 await answer.aclose()
+
+    async def pooled(
+        self, generations: Sequence[Generation], request_id: str | None = None
+    ) -> list[RequestOutput]:
+        """The answers to generations with ``PoolingParams``, of which a request may have more than
+        may wait. As many as may run at once are in the engine at a time, and they hold their places
+        in the queue until all are answered.
+
+        Raises:
+            ApiError: as for :meth:`start_all`.
+        """
+        user = generations[0].user
+        num_places = min(len(generations), self.engine.engine.scheduler.config.max_num_seqs)
+        turns = asyncio.Semaphore(num_places)
+
+        async def answer_of(generation: Generation) -> RequestOutput:
+            async with turns:
+                answer = await self._start(generation, NO_RULES, request_id, nullcontext())
+                try:
+                    return await anext(answer)
+                finally:
+                    await answer.aclose()
+
+        with self.admit(num_places, user):
+            tasks = [asyncio.create_task(answer_of(each)) for each in generations]
+            try:
+                return list(await asyncio.gather(*tasks))
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)

@@ -28,6 +28,7 @@ from mlx_paged.options.argument_values import (
     whole,
 )
 from mlx_paged.options.config import NBYTES
+from mlx_paged.options.sampling_params import TASK, Task
 
 logger = logging.getLogger("mlx_paged.server")
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
@@ -158,6 +159,14 @@ class ServerSettings:
         bool,
         _setting("let /v1/cache?text=true show excerpts of prompts to the users who sent them"),
     ] = False
+    task: Annotated[
+        Task | None,
+        _setting(
+            "what a model is for whose files don't say so: embed for embeddings by any decoder, "
+            "score for a Qwen3-Reranker under another name",
+            TASK,
+        ),
+    ] = None
     max_queue_len: Annotated[
         int, _setting("sequences that may wait; further requests are answered with 503", AT_LEAST_0)
     ] = 256

@@ -14,9 +14,10 @@ import pytest
 from helpers.servers import HttpAnswer, ask, client_of
 
 from mlx_paged import StructuredOutputsParams
-from mlx_paged.server import ollama
 from mlx_paged.server.errors import ApiError
+from mlx_paged.server.ollama.answers import ROUTES
 from mlx_paged.server.ollama.body import GenerateRequest, OllamaChatRequest
+from mlx_paged.server.ollama.listing import REFUSED
 from mlx_paged.server.service import Service
 from mlx_paged.server.settings import read_api_keys
 
@@ -256,14 +257,11 @@ IMAGE = {**USER[0], "images": ["aGk="]}
         (GENERATE, {"prompt": "a", "raw": True, "system": "b"}, 400, "raw can't be combined"),
         ("/api/show", {"model": "other"}, 404, "there is no model 'other'"),
         ("/api/nothing", {}, 404, "Not Found"),
-        *(
-            (f"/api/{name}", {"model": "demo"}, 501, "this server")
-            for name in ollama.models.REFUSED
-        ),
+        *((path, {"model": "demo"}, 501, "is not supported; ") for path in REFUSED),
     ],
 )
 def test_an_error_is_one_text_of_what_is_wrong(server_url, service, path, body, status, words):
-    answer = ask(server_url, path, body)
+    answer = ask(server_url, path, body, REFUSED.get(path))
     assert answer.status == status
     assert list(answer.body) == ["error"] and words in answer.body["error"]
 
@@ -293,7 +291,7 @@ def test_keys_and_hosts_are_checked_on_every_path_but_that_of_the_page(shared_se
     settings = replace(shared_service.settings, api_keys=read_api_keys(["alice A", "bob B"]))
     client = client_of(shared_service, settings)
     assert client.head("/").status_code == 200
-    for route in ollama.ROUTES:
+    for route in ROUTES:
         method = "POST" if "POST" in route.methods else next(iter(route.methods - {"HEAD"}))
         refusal = client.request(method, route.path)
         assert refusal.status_code == 401 and "no API key" in refusal.json()["error"]

@@ -311,6 +311,18 @@ class Scheduler:
         if num_blocks > 0:
             self.cache.shrink_slabs(self.manager.shrink_pool(num_blocks))
 
+    def set_budget(self, nbytes: int) -> int:
+        """Change the budget of K/V and recurrent states; returns what it is then. Cached K/V beyond
+        it are evicted. Unfinished requests were admitted to the present budget, so it is only
+        raised while there are any.
+        """
+        cache, manager = self.cache, self.manager
+        if self.running or self.waiting:
+            nbytes = max(nbytes, cache.nbytes_budget)
+        num_blocks = min(cache.set_budget(nbytes), manager.num_free_blocks)
+        cache.shrink_slabs(manager.shrink_pool(num_blocks))
+        return cache.nbytes_budget
+
     def _next_chunk(self, plan: Batch, completion: Completion, num_after: int) -> int:
         """How many tokens of its prompt a running request computes in this step. It leaves a token
         of the budget to each request after it, so that it delays no decode.

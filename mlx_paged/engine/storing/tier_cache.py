@@ -285,6 +285,15 @@ class TierCache:
             self._save(max_nbytes=MAX_STEP_NBYTES)
         return bool(self._unsaved)
 
+    def save_all(self, timeout: float) -> None:
+        """Copy out all unsaved blocks while no step runs, as far as the tier takes them within
+        ``timeout`` seconds.
+        """
+        left, num_unsaved = seconds_left(timeout), len(self._unsaved) + 1
+        while self.save_more() and len(self._unsaved) < num_unsaved:
+            num_unsaved = len(self._unsaved)
+            self._worker.flush(left())
+
     def close(self, timeout: float, between_steps: BetweenSteps = at_once) -> bool:
         """Write all blocks to be saved, for at most ``timeout`` seconds; whether all were written.
         May be called again. Ctrl-C ends the wait, which is in the caller's thread.

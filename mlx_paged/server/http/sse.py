@@ -63,12 +63,13 @@ class EventStream(StreamingResponse):
 
     Attributes:
         encode: makes an event of an object.
-        keep_alive: sent after each ``max_pause`` seconds without an event; clients ignore it.
+        comment: makes of a text what clients ignore.
+        max_pause: seconds without an event after which a comment is sent.
     """
 
     media_type = "text/event-stream"
     encode = staticmethod(event)
-    keep_alive = b": the answer is on its way\n\n"
+    comment = staticmethod(lambda text: f": {text}\n\n".encode(errors="replace"))
     max_pause = 10.0
 
     def __init__(self, events: AsyncGenerator[bytes, None], *sources: Answer):
@@ -107,9 +108,8 @@ class EventStream(StreamingResponse):
             num_sent = self._num_sent
             await asyncio.sleep(self.max_pause)
             if num_sent == self._num_sent:
-                await send(
-                    {"type": "http.response.body", "body": self.keep_alive, "more_body": True}
-                )
+                body = self.comment("the answer is on its way")
+                await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 class LineStream(EventStream):
@@ -117,7 +117,7 @@ class LineStream(EventStream):
 
     media_type = "application/x-ndjson"
     encode = staticmethod(line)
-    keep_alive = b" "  # before the next object, where JSON may have spaces
+    comment = staticmethod(lambda text: b" ")  # JSON may have spaces before an object.
 
 
 def _error_event(error: Exception, protocol: WireProtocol) -> dict[str, Any]:

@@ -13,11 +13,12 @@ from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.server.chat_jobs import object_of
 from mlx_paged.server.generations import Answer, AnswerBlock, BlockEvent, Generation, parts_of
 from mlx_paged.server.http.sse import LineStream
-from mlx_paged.server.ollama.body import OllamaChatRequest, OllamaFields
-from mlx_paged.server.ollama.models import timestamp
+from mlx_paged.server.ollama import models
+from mlx_paged.server.ollama.body import GenerateRequest, OllamaChatRequest, OllamaFields
+from mlx_paged.server.ollama.listing import REFUSED, timestamp
 from mlx_paged.server.openai.answers import TokenNames, chat_logprobs
 from mlx_paged.server.prompt_threads import Work
-from mlx_paged.server.routes import Renderer, RequestContext
+from mlx_paged.server.routes import ApiRoute, Renderer, RequestContext
 
 
 async def answer(context: RequestContext[OllamaFields]) -> Response:
@@ -122,3 +123,14 @@ def _new(each: BlockEvent) -> AnswerBlock | None:
     if block.call is not None:
         return block if what == "end" else None
     return AnswerBlock(block.index, block.kind, None, [text]) if what == "delta" else None
+
+
+ROUTES = [
+    ApiRoute("/api/version", models.version),
+    ApiRoute("/api/tags", models.tags),
+    ApiRoute("/api/ps", models.loaded),
+    ApiRoute("/api/show", models.show, models.ShowRequest),
+    ApiRoute("/api/chat", answer, OllamaChatRequest),
+    ApiRoute("/api/generate", answer, GenerateRequest),
+    *(ApiRoute(path, models.refuse, methods=(method,)) for path, method in REFUSED.items()),
+]

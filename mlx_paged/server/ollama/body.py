@@ -12,9 +12,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from mlx_paged.answers.dialect import Dialect
+from mlx_paged.answers.template_traits import TemplateTraits
 from mlx_paged.errors import shown
 from mlx_paged.options.sampling_declarations import StructuredOutputsParams
 from mlx_paged.server.chat_jobs import ChatJob, prepare
+from mlx_paged.server.conversations import OtherPart
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fields import (
     RequestedFormat,
@@ -25,7 +28,6 @@ from mlx_paged.server.fields import (
     read_format,
 )
 from mlx_paged.server.generations import Generation
-from mlx_paged.server.ollama.models import OPTIONS, capabilities_of
 from mlx_paged.server.openai.chat import ChatTool, read_tools
 from mlx_paged.server.openai.completions import encode_all
 from mlx_paged.server.prompt_threads import Work
@@ -41,7 +43,6 @@ _Whole = Annotated[
     ),
 ]
 _TEXT_ONLY = "models are text-only here"
-_LEFT_OUT = "\n[images are left out: this model reads text only]"
 
 # How a model is loaded, which the server's flags say, and what shortens a conversation that is too
 # long, which is refused here.
@@ -63,6 +64,24 @@ class OllamaOptions(Repeated, _LoadOptions):  # type: ignore[misc]
     frequency_penalty: float | None = None
     seed: _Whole | None = None
     stop: StopTexts | None = None
+
+
+_PARAMS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+OPTIONS = {
+    name: _PARAMS.get(name, name)
+    for name in OllamaOptions.model_fields
+    if name not in _LoadOptions.model_fields
+}
+"""The names of options, with those of the sampling parameters that they set."""
+
+
+def capabilities_of(service: Service) -> list[str]:
+    """What the model can do, in Ollama's words."""
+    tokenizer = service.tokenizer
+    dialect = Dialect.of(tokenizer)
+    calls_tools = dialect.calls is not None and TemplateTraits.of(tokenizer).shows_tools
+    others = {"tools": calls_tools, "thinking": dialect.reasoning is not None}
+    return ["completion", *(name for name, can in others.items() if can)]
 
 
 class OllamaFields(Repeated, RequestFields, _WithoutEffect):  # type: ignore[misc]
@@ -107,8 +126,8 @@ class OllamaFields(Repeated, RequestFields, _WithoutEffect):  # type: ignore[mis
 
     def generation(self, service: Service) -> Generation:
         """What is asked of the engine, still without a prompt."""
-        given = {param: getattr(self.options_, name) for name, param in OPTIONS.items()}
-        values = {param: value for param, value in given.items() if value is not None}
+        given = {name: getattr(self.options_, name) for name in OPTIONS}
+        values = {OPTIONS[name]: value for name, value in given.items() if value is not None}
         # A limit below 1 is none, and a negative seed is a random one.
         if values.get("max_tokens", 1) < 1:
             values["max_tokens"] = None
@@ -169,8 +188,10 @@ class OllamaMessage(Repeated):
             "tool_call_id": self.tool_call_id,
         }
         given = {name: value for name, value in others.items() if value is not None}
-        content = self.content + (_LEFT_OUT if self.images else "")
-        return {"role": self.role, "content": content, **given}
+        texts = [self.content]
+        if self.images:
+            texts.append(OtherPart(type="image").as_text("", is_last=False))
+        return {"role": self.role, "content": "\n".join(filter(None, texts)), **given}
 
 
 class OllamaChatRequest(OllamaFields):
