@@ -193,8 +193,8 @@ class OneShotOptions(CacheOptions, total=False):
             "several answers or a token with its drafts: mlx, or rows for a kernel that reads each "
             "weight once (for 2 to 16 rows), or auto for the faster of the two, by shape and "
             "number of rows, measured once on each machine. Without Metal auto is mlx, and rows is "
-            "plain MLX of the same bits, which is slow (docs/internals/kernels.md, Matmuls of few "
-            "rows).",
+            "plain MLX of the same bits, which is slow (docs/internals/kernels.md, Matmuls of a "
+            "few rows).",
             one_of(*config.MATMULS),
             default=config.DEFAULT_MATMUL,
         ),
