@@ -158,7 +158,7 @@ def _checked(
     dtype, weight_dtype, scale_dtype = dtypes
     why = _refusal(shape, weight_dtype, dtype, bits, group_size, mode)
     needed = None if mode == DENSE else dtype if mode == "affine" else mx.uint8
-    if why is None and scale_dtype != needed:
+    if why is None and str(scale_dtype) != str(needed):  # a dtype can't be compared with None
         why = f"scales are {scale_dtype}; {needed} is needed"
     weight_width = shape[-1] if mode == DENSE else shape[-1] * 32 // bits
     if why is None and weight_width != width:
