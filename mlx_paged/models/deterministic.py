@@ -69,7 +69,8 @@ def _why_rows_vary(model: LanguageModel, matmul: Matmul) -> str | None:
         if not is_known and any(each.ndim > 1 for each in arrays):
             return f"{path}, a {type(module).__name__}, has a matrix that it may multiply by itself"
     varying = _VARYING | ({} if device.is_cpu() else _VARYING_ON_A_GPU)
-    found = next((name for name in varying if name in _operations(model, matmul)), None)
+    operations = _operations(model, matmul)
+    found = next((name for name in varying if name in operations), None)
     return None if found is None else f"it has {varying[found]} ({found})"
 
 
@@ -108,7 +109,8 @@ class _NoAttention(LayerKV):
         scale: float,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        return mx.depends(self.attend(q, scale=scale), [k, v])
+        made: mx.array = mx.depends(self.attend(q, scale=scale), [k, v])
+        return made
 
     def attend(self, q: mx.array, *, scale: float, sinks: mx.array | None = None) -> mx.array:
         zeros = mx.zeros((*q.shape[:2], self.spec.value_dim), q.dtype)

@@ -68,7 +68,8 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_answer_has_the_bits_of_its_request_alone(
     kind: str, seed: int, changes: dict[str, Any]
 ):
-    asked = workload(seed, 6 if kind == "4 bits" else 8, max_tokens=16, **changes)
+    sizes = (7, 12) if "num_draft_tokens" in changes else (8, 16)
+    asked = workload(seed, *sizes, **changes)
     stats = compare(model_of(kind), asked).engine.stats()
     # All that it is about has happened.
     assert stats.num_preemptions > 0 and stats.num_hit_tokens > 0
@@ -124,7 +125,7 @@ def chunks_run_beside_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_planted_fault_is_seen(
     fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ):
-    asked = workload(1, 8, max_tokens=16, num_draft_tokens=5)
+    asked = workload(1, 7, max_tokens=12, num_draft_tokens=5)
     for ask in asked.asks.values():
         alone(model_of("16 bits"), ask, asked.options)
     fault(monkeypatch)
@@ -208,8 +209,8 @@ def test_a_head_changes_no_bit(demo: tuple[Any, Any]):
     outputs = []
     for options in ({}, {"draft_model": head, "num_draft_tokens": 3}):
         engine = make_engine(model, deterministic=True, max_num_seqs=2, **options)
-        for number, length in enumerate((40, 9)):
-            engine.add_request(str(number), prompt(length), greedy(6, logprobs=1))
+        for number, length in enumerate((34, 5)):
+            engine.add_request(str(number), prompt(length), greedy(4, logprobs=1))
         if options:
             engine.scheduler.speculation = eager_drafts(engine)
         outputs.append(run(engine))
