@@ -68,6 +68,8 @@ class OwnOptions(NamedTuple):
     """Options that may differ between ranks.
 
     Attributes:
+        run_ahead: whether a step is launched before the previous one is read; ``None`` means if the
+            cache supports it.
         make_budgets: makes the object that chooses the budgets of steps, from their limits.
     """
 
