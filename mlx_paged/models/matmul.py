@@ -93,7 +93,6 @@ class LinearShape(NamedTuple):
 
 # The numbers of rows for which rows_matmul runs, by the shape of the weight.
 RowCounts: TypeAlias = Mapping[LinearShape, Collection[int]]
-ALL_ROWS = range(1, MAX_ROWS + 1)
 # One row stays with MLX, so that a decode alone has the bits of mlx-lm.
 SEVERAL_ROWS = range(2, MAX_ROWS + 1)
 
