@@ -11,6 +11,7 @@ from abc import abstractmethod
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from pydantic import BeforeValidator, Field
 
 from mlx_paged.answers.dialect import Dialect
@@ -86,9 +87,8 @@ OPTIONS = {
 """The names of options, with those of the sampling parameters that they set."""
 
 
-def capabilities_of(service: Service) -> list[str]:
-    """What the model can do, in Ollama's words."""
-    tokenizer = service.tokenizer
+def capabilities_of(tokenizer: TokenizerWrapper) -> list[str]:
+    """What a model that generates text can do, in Ollama's words."""
     dialect = Dialect.of(tokenizer)
     calls_tools = dialect.calls is not None and TemplateTraits.of(tokenizer).shows_tools
     others = {"tools": calls_tools, "thinking": dialect.reasoning is not None}
@@ -126,7 +126,7 @@ class OllamaFields(Repeated, RequestFields, _WithoutEffect):  # type: ignore[mis
 
     def check_capability(self, name: str, is_asked: bool, service: Service) -> None:
         model = self.model_name(service)
-        if is_asked and name not in capabilities_of(service):
+        if is_asked and name not in capabilities_of(service.tokenizer):
             raise ApiError(400, f"{shown(model)} does not support {name}")
 
     def template_options(self) -> dict[str, Any]:
