@@ -35,6 +35,7 @@ from mlx_paged.engine.storing.snapshots import Snapshots
 from mlx_paged.engine.storing.tier_cache import TierCache
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.models.activations import activation_nbytes, default_activation_nbytes
+from mlx_paged.models.adapters import Adapters
 from mlx_paged.models.context_length import context_length, context_limit
 from mlx_paged.models.identity import (
     ModelIdentity,
@@ -89,6 +90,7 @@ def build(
     options: EngineOptions,
     run_ahead: bool | None,
     make_budgets: Callable[[TokenBudgets], Budgets],
+    adapters: Adapters,
 ) -> EngineParts:
     """Make the parts of an engine.
 
@@ -97,6 +99,7 @@ def build(
         run_ahead: whether a step is launched before the previous one is read; ``None`` means if the
             cache supports it.
         make_budgets: makes the object that chooses the budgets of steps, from their limits.
+        adapters: of the model; steps run the model that has them.
 
     Raises:
         ArgumentError: options are out of their ranges, or conflict.
@@ -106,9 +109,11 @@ def build(
     checked = check_model(model)
     max_model_len = context_limit(checked.args, options.get("max_model_len"), window)
     draft = check_draft_model(draft_model, checked, kv)
-    all_models = [each for each in (checked, draft) if each is not None]
-    with_kv = [each for each in all_models if each.layer_specs]
+    with_kv = [each for each in (checked, draft) if each is not None and each.layer_specs]
     models = [(each, take_files(each)) for each in with_kv]
+    # What K/V belong to is the model alone, and what runs is the one that has the adapters.
+    model = checked = adapters.model
+    all_models = [each for each in (checked, draft) if each is not None]
     cache_options, config = split_options(options, max_model_len, draft is not None)
     make_tier = tier_of(options, config, checked)
     tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)

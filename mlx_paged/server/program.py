@@ -54,6 +54,7 @@ _EXTRA = (
 _MAX_FILES = 8192  # open files, a number that macOS lets a process request
 _OTHER_FILES = 128
 SWITCH_SECONDS = 0.0005
+DEFAULT_MAX_ADAPTERS = 8  # with --adapters-dir
 FLAGS = {
     **flags.FLAGS,
     **flags.engine_flags("server"),
@@ -295,6 +296,9 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
 
     options = template_options(args)
     model, tokenizer, engine_options, sampling = _load(args)
+    names = args.served_model_name or ()
+    names = tuple(name for name in names if name != ANY_NAME) or (name_of(args.model),)
+    _prepare_adapters(engine_options, settings, names)
     engine = AsyncEngine(model, tokenizer, **engine_options)
 
     # Read the vocabulary for grammars now: later, its seconds would delay all requests. A tokenizer
@@ -306,12 +310,11 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
     if settings.keep_reasoning and not any(name in template for name in KEEPS_REASONING):
         unknown = ", ".join(KEEPS_REASONING)
         say(f"[--keep-reasoning has no effect: the chat template uses none of {unknown}]")
-    names = args.served_model_name or ()
     return Service(
         engine,
         tokenizer,
-        model_names=tuple(name for name in names if name != ANY_NAME) or (name_of(args.model),),
-        takes_any_name=ANY_NAME in names,
+        model_names=names,
+        takes_any_name=ANY_NAME in (args.served_model_name or ()),
         defaults=sampling,
         max_tokens=None if args.max_tokens == -1 else args.max_tokens,
         template_options=options,
@@ -324,6 +327,26 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         ).admit,
         settings=settings,
     )
+
+
+def _prepare_adapters(
+    options: dict[str, Any], settings: ServerSettings, model_names: Collection[str]
+) -> None:
+    """Check the adapters of the flags, and make room for those that are loaded later.
+
+    Raises:
+        ArgumentError: an adapter has a name of the model, or there is no folder ``--adapters-dir``.
+    """
+    names, folder = [name for name, _ in options["adapters"]], settings.adapters_dir
+    for name in set(names).intersection(model_names):
+        what = f"[server] adapters: {shown(name)} is the name of the model; choose another one"
+        raise ArgumentError(what, "adapters")
+    if folder is None:
+        return
+    if not Path(folder).is_dir():
+        raise ArgumentError(f"[server] adapters_dir: no folder {shown(folder)}", "adapters_dir")
+    if options["max_adapters"] is None:
+        options["max_adapters"] = max(DEFAULT_MAX_ADAPTERS, len(names))
 
 
 def name_of(model: str | None) -> str:

@@ -23,7 +23,9 @@ LONG = {
 }
 CONFIG = """
 kv-cache-bytes = "500blocks"
+cache-dir = "none"
 drain-seconds = 20
+cache-dir = "none"
 {top}
 
 [models.one]

@@ -10,11 +10,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from helpers.several_models import post, residency_of, write_models
+from helpers.several_models import flags_of, post, residency_of, write_models
 
 from mlx_paged import LLM, SamplingParams
-from mlx_paged.router.model_process import ModelProcess
-from mlx_paged.router.residency import Need, Residency, measure
+from mlx_paged.loading import demo_model_path
+from mlx_paged.router.model_process import ModelProcess, Need
+from mlx_paged.router.residency import Residency
 
 MAX_RECOMPUTED = 200  # tokens of a turn's history, at most
 
@@ -92,8 +93,10 @@ def test_an_agents_session_goes_on_after_two_swaps_and_a_kill(tmp_path: Path):
 
 
 def test_needs_are_computed_without_the_weights(tmp_path: Path):
+    flags = flags_of(demo_model_path(), "demo", "--kv-cache-bytes", "100blocks")
+
     async def main() -> None:
-        need = await measure({"model": None, "kv_cache_bytes": "100blocks"})
+        need = await ModelProcess("demo", flags, tmp_path / "unused").measure()
         nbytes = 101 * 16 * 2048
         assert need == Need(4_462_080, need.activations, nbytes, nbytes)
         assert 10**7 < need.activations < 10**9

@@ -1,11 +1,14 @@
-"""Ollama's ``POST /api/chat`` and ``/api/generate``: answers as one object or as lines of JSON."""
+"""Ollama's ``POST /api/chat`` and ``/api/generate``: answers as one object or as lines of JSON; and
+``/api/embed`` and ``/api/embeddings``.
+"""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncGenerator, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.responses import JSONResponse, Response
 
@@ -14,11 +17,20 @@ from mlx_paged.server.chat_jobs import object_of
 from mlx_paged.server.generations import Answer, AnswerBlock, BlockEvent, Generation, parts_of
 from mlx_paged.server.http.sse import LineStream
 from mlx_paged.server.ollama import models
-from mlx_paged.server.ollama.body import GenerateRequest, OllamaChatRequest, OllamaFields
+from mlx_paged.server.ollama.body import (
+    EmbeddingsRequest,
+    EmbedRequest,
+    GenerateRequest,
+    OllamaChatRequest,
+    OllamaFields,
+)
 from mlx_paged.server.ollama.listing import REFUSED, timestamp
 from mlx_paged.server.openai.answers import TokenNames, chat_logprobs
+from mlx_paged.server.pooling import read_inputs
 from mlx_paged.server.prompt_threads import Work
 from mlx_paged.server.routes import ApiRoute, Renderer, RequestContext
+
+E = TypeVar("E", bound=EmbedRequest | EmbeddingsRequest)
 
 
 async def answer(context: RequestContext[OllamaFields]) -> Response:
@@ -125,6 +137,48 @@ def _new(each: BlockEvent) -> AnswerBlock | None:
     return AnswerBlock(block.index, block.kind, None, [text]) if what == "delta" else None
 
 
+async def embed(context: RequestContext[EmbedRequest]) -> Response:
+    """The embeddings of texts, in Ollama's form."""
+    body, outputs = await _embedded(context)
+    end = {
+        "model": body.model_name(context.service),
+        "total_duration": round(1e9 * (time.perf_counter() - context.start)),
+        "load_duration": round(1e9 * max((each.queue_time or 0.0 for each in outputs), default=0)),
+        "prompt_eval_count": sum(len(each.prompt_token_ids) for each in outputs),
+    }
+    # Each by itself: one call for all would hold the GIL for long.
+    entries = await context.run_in_tokenizer_pool(
+        lambda _: [json.dumps(each.pooled) for each in outputs]
+    )
+    text = f'{json.dumps(end)[:-1]}, "embeddings": [{", ".join(entries)}]}}'
+    return Response(text, media_type="application/json")
+
+
+async def embeddings(context: RequestContext[EmbeddingsRequest]) -> Response:
+    """The embedding of a text, in Ollama's older form."""
+    _, outputs = await _embedded(context)
+    return JSONResponse({"embedding": outputs[0].pooled if outputs else []})
+
+
+async def _embedded(context: RequestContext[E]) -> tuple[E, list[RequestOutput]]:
+    def read(work: Work) -> tuple[E, list[Generation]]:
+        body = context.read_body()
+        body.model_name(context.service)
+        if not body.inputs:
+            return body, []
+        dimensions, truncates = None, True
+        if isinstance(body, EmbedRequest):
+            dimensions, truncates = body.dimensions or None, body.truncate
+        return body, read_inputs(
+            work, context, body.inputs, dimensions=dimensions, truncates=truncates
+        )
+
+    body, generations = await context.run_in_tokenizer_pool(read)
+    if not generations:
+        return body, []
+    return body, await context.service.pooled(generations, context.request_id)
+
+
 ROUTES = [
     ApiRoute("/api/version", models.version),
     ApiRoute("/api/tags", models.tags),
@@ -132,5 +186,7 @@ ROUTES = [
     ApiRoute("/api/show", models.show, models.ShowRequest),
     ApiRoute("/api/chat", answer, OllamaChatRequest),
     ApiRoute("/api/generate", answer, GenerateRequest),
+    ApiRoute("/api/embed", embed, EmbedRequest),
+    ApiRoute("/api/embeddings", embeddings, EmbeddingsRequest),
     *(ApiRoute(path, models.refuse, methods=(method,)) for path, method in REFUSED.items()),
 ]

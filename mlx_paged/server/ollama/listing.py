@@ -19,7 +19,6 @@ _INSTEAD = {
     "create": "run mlx_lm.convert, and start a server with its folder",
     "copy": "start the server with --served-model-name, which gives a model further names",
     "delete": "run mlx-paged rm NAME",
-    **dict.fromkeys(("embed", "embeddings"), "this server computes no embeddings"),
 }
 REFUSED = {f"/api/{name}": "DELETE" if name == "delete" else "POST" for name in _INSTEAD}
 """The paths that change a store of models, and their methods."""

@@ -40,7 +40,7 @@ async def tags(context: RequestContext[Body]) -> Response:
     """The models, in Ollama's form."""
     service = context.service
     description = await context.run_in_tokenizer_pool(lambda _: describe(service))
-    return JSONResponse({"models": listing.entries(service.model_names, description)})
+    return JSONResponse({"models": listing.entries(service.all_names, description)})
 
 
 async def loaded(context: RequestContext[Body]) -> Response:
@@ -54,7 +54,7 @@ async def loaded(context: RequestContext[Body]) -> Response:
         "expires_at": listing.FOREVER,
         "context_length": _context_length(service),
     }
-    found = listing.entries(service.model_names, description)
+    found = listing.entries(service.all_names, description)
     return JSONResponse({"models": [{**entry, **memory} for entry in found]})
 
 
@@ -73,12 +73,21 @@ async def refuse(context: RequestContext[Body]) -> NoReturn:
     listing.refuse(context.request.url.path)
 
 
+def _capabilities(service: Service) -> list[str]:
+    try:
+        embedder = service.embedder
+    except ValueError:  # It is none.
+        return capabilities_of(service)
+    return ["embedding"] if embedder.is_declared else [*capabilities_of(service), "embedding"]
+
+
 def describe(service: Service) -> dict[str, Any]:
     """What is said of the model under all of its names."""
     model, defaults = check_model(service.engine.engine.model), service.defaults
     nbytes, num_parameters = weight_nbytes(model), get_total_parameters(model)
     kind, billions = model_type_of(model), num_parameters / 1e9
     is_gguf = model.path is not None and model.path.suffix == ".gguf"
+    width = model.hidden_row_size
     parameters = [f"{name:<30} {defaults[param]}" for name, param in OPTIONS.items()
                   if param in defaults]  # fmt: skip
     return {
@@ -93,7 +102,7 @@ def describe(service: Service) -> dict[str, Any]:
             "parameter_size": f"{billions:.1f}B" if billions >= 1 else f"{billions * 1000:.1f}M",
             "quantization_level": f"{8 * nbytes / num_parameters:.3g} bits",
         },
-        "capabilities": capabilities_of(service),
+        "capabilities": _capabilities(service),
         "parameters": "\n".join(parameters),
         "template": str(service.tokenizer.chat_template or ""),
         "model_info": {
@@ -101,6 +110,7 @@ def describe(service: Service) -> dict[str, Any]:
             "general.parameter_count": num_parameters,
             f"{kind}.context_length": _context_length(service),
             f"{kind}.block_count": model.num_layers,
+            **({f"{kind}.embedding_length": width} if width else {}),
         },
     }
 
