@@ -351,7 +351,7 @@ class InputProcessor:
         if isinstance(params, PoolingParams):
             check_pooling(params, self._model)
             text, token_ids = read_prompt(prompt, self._tokenizer, self._vocab_size)
-            return Request(
+            request = Request(
                 request_id,
                 token_ids,
                 params,
@@ -361,6 +361,8 @@ class InputProcessor:
                 user=user,
                 prompt=text,
             )
+            request.adapter = adapter
+            return request
         if not isinstance(params, SamplingParams):
             raise ArgumentError(
                 f"[engine] params must be SamplingParams, got {type(params).__name__}"
