@@ -30,7 +30,7 @@ from mlx_paged.errors import (
     shown,
 )
 from mlx_paged.models.adapters import Adapter
-from mlx_paged.models.language_model import LanguageModel, model_type_of
+from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.options.argument_values import (
     BOOL,
     TokenIds,
@@ -450,8 +450,8 @@ def check_pooling(pooling: PoolingParams, model: LanguageModel) -> None:
         return
     if not model.hidden_row_size:
         raise ArgumentError(
-            f"[engine] a {model_type_of(model)}, {model.description}, gives no embeddings: its "
-            "last norm can't be read; use a model whose sequences run packed"
+            f"[engine] this model ({model.description}) gives no embeddings: its last norm can't "
+            "be read; use a model whose sequences run packed"
         )
     if (pooling.dimensions or 0) > model.hidden_row_size:
         raise ArgumentError(

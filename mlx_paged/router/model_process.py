@@ -25,6 +25,7 @@ from mlx_paged.options.config import DEFAULT_BLOCK_SIZE, KVBudget
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.http.access import ANONYMOUS
 from mlx_paged.server.http.http_server import BACKLOG
+from mlx_paged.server.program import max_adapters_of
 
 logger = logging.getLogger("mlx_paged.server")
 
@@ -78,7 +79,7 @@ class ModelProcess:
             104 bytes, the limit of macOS.
 
     Attributes:
-        names: the name, and aliases.
+        names: the name, aliases, and those of its adapters.
         max_model_len: the most tokens of a prompt and its answer; ``None`` if there is no limit, or
             the model was never loaded.
         description: what lists say of the model; ``None`` if it was never loaded.
@@ -90,7 +91,8 @@ class ModelProcess:
 
     def __init__(self, name: str, flags: Mapping[str, Any], path: Path):
         self.name = name
-        self.names = tuple(flags["served_model_name"])
+        adapters = [adapter for adapter, _ in flags.get("adapters", ())]
+        self.names = (*flags["served_model_name"], *adapters)
         self.flags = flags
         self.max_model_len: int | None = None
         self.description: dict[str, Any] | None = None
@@ -117,9 +119,14 @@ class ModelProcess:
         Raises:
             ApiError: there is no such model, it can't run here, or the hub does not answer.
         """
-        flags = self.flags
+        flags = {**self.flags, "max_adapters": max_adapters_of(self.flags)}
         words = ["fit", flags.get("model") or "demo", "--json"]
-        for flag, name in (("--draft-model", "draft_model"), ("--kv-bits", "kv_format")):
+        for flag, name in (
+            ("--draft-model", "draft_model"),
+            ("--kv-bits", "kv_format"),
+            ("--max-adapters", "max_adapters"),
+            ("--max-adapter-rank", "max_adapter_rank"),
+        ):
             if flags.get(name) is not None:
                 words += [flag, str(flags[name])]
         output, errors = await _written_by("mlx_paged", *words)
@@ -176,21 +183,22 @@ class ModelProcess:
         Returns:
             whether the process has ended by itself.
         """
-        if seconds is None:
-            seconds = self.flags["drain_seconds"] + SECONDS_BEYOND_DRAIN
-        if self.state == "loading" and self._process is not None:
-            self._process.terminate()
+        limit: float = self.flags["drain_seconds"] + SECONDS_BEYOND_DRAIN
+        if seconds is not None:
+            limit = seconds
+        if self.state == "loading":
+            self._terminate()
         self.state = "unloaded"
         async with self._changing:
             process = self._process
             if process is None or process.returncode is not None:
                 return True
             self.state = "unloaded"  # also if it was loaded meanwhile
-            process.terminate()
-            await _end_of(process, seconds)
+            self._terminate()
+            await _end_of(process, limit)
             if process.returncode is not None:
                 return True
-            logger.error("the process of %s did not end in %g s; it is killed", self.name, seconds)
+            logger.error("the process of %s did not end in %g s; it is killed", self.name, limit)
             await self._kill()
             return False
 
@@ -348,6 +356,11 @@ class ModelProcess:
         except ApiError as error:
             return error.message
         return ""
+
+    def _terminate(self) -> None:
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.terminate()
 
     async def _kill(self) -> None:
         process = self._process

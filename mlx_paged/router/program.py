@@ -164,7 +164,7 @@ def _parse_table(
 ) -> argparse.Namespace:
     """Parse a table with the names and values of flags, which override those of ``base``."""
     words = [word for name, value in table.items() for word in parser.words_of(name, value)]
-    return parser.parse_args(words, None if base is None else copy(base))
+    return parser.parse_args(words, argparse.Namespace() if base is None else copy(base))
 
 
 def read_models(
@@ -205,7 +205,7 @@ def read_models(
         own.served_model_name = [name, *own.aliases]
         own.name, own.api_key, own.api_key_file = None, [], None
         flags[name] = vars(own)
-        names.update(own.served_model_name)
+        names.update([*own.served_model_name, *(adapter for adapter, _ in own.adapters)])
     twice = next((name for name, count in names.items() if count > 1), None)
     if twice is not None:
         raise ArgumentError(f"[server] models: two have the name {shown(twice)}", "models")

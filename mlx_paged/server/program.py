@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -346,12 +346,16 @@ def _prepare_adapters(
     for name in set(names).intersection(model_names):
         what = f"[server] adapters: {shown(name)} is the name of the model; choose another one"
         raise ArgumentError(what, "adapters")
-    if folder is None:
-        return
-    if not Path(folder).is_dir():
+    if folder is not None and not Path(folder).is_dir():
         raise ArgumentError(f"[server] adapters_dir: no folder {shown(folder)}", "adapters_dir")
-    if options["max_adapters"] is None:
-        options["max_adapters"] = max(DEFAULT_MAX_ADAPTERS, len(names))
+    options["max_adapters"] = max_adapters_of({**options, "adapters_dir": folder})
+
+
+def max_adapters_of(flags: Mapping[str, Any]) -> int:
+    """The most adapters that a server with these flags has at once."""
+    given: int | None = flags.get("max_adapters")
+    least = 0 if flags.get("adapters_dir") is None else DEFAULT_MAX_ADAPTERS
+    return max(len(flags.get("adapters", ())), least) if given is None else given
 
 
 def name_of(model: str | None) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 from helpers import servers
 from helpers.agent_models import make_agent_model
+from helpers.pooling_folders import end_texts, reranker_folder
 
 from mlx_paged import demo_model_path
 from mlx_paged.server.app import App
@@ -107,14 +108,18 @@ class LabEngine(servers.ScriptedEngine):
 
 def main() -> int:
     """Serve on a free port, and say its address on stdout. With ``--demo``, the demo model answers
-    for itself.
+    for itself; with ``--retrieval``, it gives embeddings and scores.
     """
-    servers.ScriptedEngine = LabEngine  # type: ignore[misc]
+    if "--retrieval" not in sys.argv:
+        servers.ScriptedEngine = LabEngine  # type: ignore[misc]
     settings = ServerSettings(port=0, log_cache=True)
     setup_logging("info", log_prompts="--log-prompts" in sys.argv)
     with tempfile.TemporaryDirectory() as folder:
         model = demo_model_path()
-        if "--demo" not in sys.argv:
+        if "--retrieval" in sys.argv:
+            model = reranker_folder(Path(folder))
+            end_texts(model)
+        elif "--demo" not in sys.argv:
             model = make_agent_model(Path(folder) / "model")
             _keep_one_layer(model)
         names, budget = (MODEL, "demo"), "12000blocks"
