@@ -108,6 +108,10 @@ def test_models_are_listed_before_they_were_ever_loaded(residency: FakeResidency
     unknown, _, two = client.get("/api/tags").json()["models"]
     assert (unknown["name"], unknown["size"], unknown["details"]["family"]) == ("one:latest", 0, "")
     assert client.get("/api/ps").json() == {"models": []}
+    # Clients whose types are strict read these.
+    names = ("format", "family", "parameter_size", "quantization_level")
+    texts = (unknown["modified_at"], unknown["digest"], *map(unknown["details"].get, names))
+    assert all(isinstance(text, str) for text in texts) and unknown["details"]["families"] == []
     shown = client.post("/api/show", json={"model": "org/uno:latest"}).json()
     assert shown["capabilities"] == DESCRIPTION["capabilities"]
     assert shown["model_info"]["general.basename"] == "org/uno:latest"

@@ -266,23 +266,32 @@ class GenerateRequest(OllamaFields):
         return prepare(work, service, job)
 
 
-class EmbedRequest(Repeated, ModelFields, _EmbeddingsWithoutEffect):  # type: ignore[misc]
+class EmbeddingFields(Repeated, ModelFields, _EmbeddingsWithoutEffect):  # type: ignore[misc]
+    """The fields of both bodies of requests for embeddings."""
+
+    dimensions: Annotated[int, Field(ge=0)] = 0
+    truncate: bool = True
+
+    @property
+    @abstractmethod
+    def inputs(self) -> list[str]:
+        """The texts; none if nothing is asked, as by clients that only want the model loaded."""
+
+
+class EmbedRequest(EmbeddingFields):
     """The body of ``POST /api/embed``."""
 
     input: Annotated[list[str], Field(max_length=MAX_INPUTS, fail_fast=True), ONE_OR_MORE] = Field(
         default_factory=list
     )
-    dimensions: Annotated[int, Field(ge=0)] = 0
-    truncate: bool = True
 
     @property
     def inputs(self) -> list[str]:
-        """The texts; none if nothing is asked, as by clients that only want the model loaded."""
         return [] if self.input == [""] else self.input
 
 
-class EmbeddingsRequest(Repeated, ModelFields, _EmbeddingsWithoutEffect):  # type: ignore[misc]
-    """The body of ``POST /api/embeddings``, which is older."""
+class EmbeddingsRequest(EmbeddingFields):
+    """The body of ``POST /api/embeddings``, which is older and has one text."""
 
     prompt: str = ""
 
