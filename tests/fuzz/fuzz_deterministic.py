@@ -32,7 +32,7 @@ def deterministic_case(rng: random.Random) -> Case:
         options["kv_format"] = rng.choice(["8", "4", "K:8,V:4"])
     asked = workload(rng.randrange(2**32), NUM_REQUESTS, MAX_TOKENS, kind, **options)
     # From a budget that holds one request to one that holds all.
-    num_slots = rng.choice([160, 208, 400])
+    num_slots = rng.choice([224, 272, 400])
     asked.options["kv_cache_bytes"] = f"{num_slots // asked.options['block_size']}blocks"
     return Case(f"{kind}, {asked.seed}: {asked.options}", partial(_compare, kind, asked))
 
