@@ -16,11 +16,12 @@ import mlx.nn as nn
 import pytest
 from mlx.nn.layers.quantized import QuantizedEmbedding
 
-from helpers.drafting import eager_speculation, knows
-from helpers.engine_runs import CONFIG, known_of, livelier_model
+from helpers.drafting import eager_drafts, eager_speculation, knows
+from helpers.engine_runs import CONFIG, known_of, livelier_model, load_demo
 from helpers.workloads import Ask, Run, Workload
 from mlx_paged.engine import options
-from mlx_paged.models import matmul, qwen3
+from mlx_paged.loading import load_draft_model
+from mlx_paged.models import matmul
 from mlx_paged.ops import prefill
 from mlx_paged.request import RequestOutput
 
@@ -63,9 +64,14 @@ def let_mlx_vary(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+# Weights of 16 bits, in 4 bits, with layers of windows and a tied head, and with a draft head.
+KINDS = ("16 bits", "4 bits", "windows", "head")
+
+
 @cache
-def model_of(kind: str) -> qwen3.Model:
-    """One of 16 bits, one in 4 bits, and one with layers of windows and a tied head."""
+def model_of(kind: str) -> Any:
+    if kind == "head":
+        return load_demo()[0]
     changes: dict[str, Any] = {"tie_word_embeddings": True} if kind == "windows" else {}
     if kind == "windows":
         changes |= {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
@@ -77,17 +83,25 @@ def model_of(kind: str) -> qwen3.Model:
     return model
 
 
+@cache
+def head() -> Any:
+    return load_draft_model("auto", None, model_of("head"))
+
+
 # The options that an answer depends on.
 SEEN = ("block_size", "kv_format", "window", "num_sink_tokens")
 
 
-def workload(seed: int, num_requests: int, max_tokens: int = 30, **changes: Any) -> Workload:
+def workload(
+    seed: int, num_requests: int, max_tokens: int, kind: str = "16 bits", **changes: Any
+) -> Workload:
     """
     Args:
         max_tokens: the most tokens of an answer.
+        kind: of the model that it is for.
         changes: of the engine's options.
     """
-    made = Workload(seed, num_requests, SIZES["vocab_size"])
+    made = Workload(seed, num_requests, model_of(kind).args.vocab_size)
     for ask in made.asks.values():
         ask.params["max_tokens"] = min(ask.params["max_tokens"], max_tokens)
         ask.params["min_tokens"] = min(ask.params.get("min_tokens", 0), max_tokens)
@@ -98,13 +112,14 @@ def workload(seed: int, num_requests: int, max_tokens: int = 30, **changes: Any)
     return made
 
 
-def alone(model: Any, ask: Ask, options: dict[str, Any]) -> RequestOutput:
+def alone(kind: str, ask: Ask, options: dict[str, Any]) -> RequestOutput:
     """The output of a request in an engine of its own, without drafts and without hits."""
+    model = model_of(kind)
     known = known_of(model)
     seen = {name: options[name] for name in SEEN if name in options}
     key = "alone", tuple(ask.tokens), repr(ask.params), repr(seen)
     if key not in known:
-        single = Workload(0, 0, SIZES["vocab_size"])
+        single = Workload(0, 0, model.args.vocab_size)
         single.asks = {"0": Ask(ask.tokens, ask.params, comes_at=0)}
         single.options = {
             "deterministic": True,
@@ -116,19 +131,23 @@ def alone(model: Any, ask: Ask, options: dict[str, Any]) -> RequestOutput:
     return known[key]
 
 
-def compare(model: Any, asked: Workload) -> Run:
+def compare(kind: str, asked: Workload) -> Run:
     """Run a workload, and compare each answer with that of its request alone, bit for bit. Drafts
     are often right, if there are any.
     """
-    expected = {name: alone(model, ask, asked.options) for name, ask in asked.asks.items()}
-    answers = {
-        (name, each.index): each.token_ids
-        for name, output in expected.items()
-        for each in output.outputs
-    }
-    speculation = eager_speculation(SIZES["vocab_size"], knows(answers), asked.seed)
-    has_drafts = "num_draft_tokens" in asked.options
-    run = asked.run(model, **({"speculation": speculation} if has_drafts else {}))
+    expected = {name: alone(kind, ask, asked.options) for name, ask in asked.asks.items()}
+    more: dict[str, Any] = {}
+    if "num_draft_tokens" in asked.options and kind == "head":
+        more = {"draft_model": head(), "speculation": eager_drafts}
+    elif "num_draft_tokens" in asked.options:
+        answers = {
+            (name, each.index): each.token_ids
+            for name, output in expected.items()
+            for each in output.outputs
+        }
+        speculation = eager_speculation(SIZES["vocab_size"], knows(answers), asked.seed)
+        more = {"speculation": speculation}
+    run = asked.run(model_of(kind), **more)
     for name, output in run.outputs.items():
         assert_same_bits(output, expected[name])
     return run
