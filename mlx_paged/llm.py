@@ -318,8 +318,7 @@ class LLM:
             params, before = embedder.params(dimensions), embedder.text_before(prompt_name)
             given = split_prompts(prompts)
             return [
-                _PromptRequest(before + each if isinstance(each, str) else each, params)
-                for each in given
+                _PromptRequest(embedder.with_text_before(before, each), params) for each in given
             ]
 
         outputs = self.engine.share(partial(self._complete, read, use_tqdm, True))

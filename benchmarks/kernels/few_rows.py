@@ -24,10 +24,15 @@ whether they are refuted.
 from __future__ import annotations
 
 import argparse
+import json
+import math
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.lib.card import make_arg_parser, print_card, print_json, print_table
+from mlx_paged.ops.rows_matmul import COLUMNS, WeightShape
 
 MLX, ROWS = "mlx", "rows"
 NUM_ROWS = (1, 2, 3, 4, 5, 6, 8, 16)
@@ -71,14 +76,8 @@ QMV_WIDE = {4: {2: 595, 3: 718, 4: 842, 5: 964}, 8: {2: 275, 3: 336, 4: 398, 5: 
 WIDE_FACTORS = {15: 1.0, 16: 1.0, 17: 0.73}
 # MLX's tiled kernel, for up to 32 rows (mlx #4265).
 TILED = {4: 2700, 8: 1350, 16: 675}
-# rows_matmul by rows, up to 5 in a pass; and outside of its loop, per simdgroup.
-BY_ROWS: Mapping[int, Slots] = {
-    4: {1: (260, 246), 2: (346, 323), 3: (426, 397), 4: (508, 473), 5: (588, 548)},
-    8: {1: (120, 112), 2: (163, 151), 3: (203, 187), 4: (244, 224), 5: (293, 261)},
-    16: {1: (42, 24), 2: (62, 42), 3: (82, 60), 4: (102, 78), 5: (122, 96)},
-}
-OUTSIDE = {1: 160, 2: 259, 3: 354, 4: 441, 5: 538}
-COLUMNS, MAX_SPLITS, MIN_SIMDGROUPS = 8, 8, 1024
+# Those of rows_matmul, with what cost_model prints.
+REGISTERS = Path(__file__).parents[1] / "results" / "registers-agx.json"
 
 
 def tiled_from(chip: Chip, inputs: int, outputs: int) -> int:
@@ -104,16 +103,25 @@ def slots_of_mlx(chip: Chip, bits: int, inputs: int, outputs: int, rows: int) ->
 
 def slots_of_rows(chip: Chip, bits: int, inputs: int, outputs: int, rows: int) -> float:
     """The same of ``rows_matmul``."""
-    passes = -(-rows // 5)
-    height, splits, step = -(-rows // passes), 1, 256 if bits == 16 else 512
-    while (
-        splits < MAX_SPLITS
-        and outputs / COLUMNS * splits < MIN_SIMDGROUPS
-        and inputs // step >= 4 * splits
-    ):
-        splits *= 2
-    inside = BY_ROWS[bits][height][chip.generation >= 15] * inputs * outputs * bits / 8 / 1024
-    return passes * (inside + outputs / COLUMNS * splits * OUTSIDE[height])
+    kind = (bits, 64, "affine") if bits < 16 else (16, 0, "dense")
+    shape = WeightShape(outputs, inputs, *kind)
+    passes = math.ceil(rows / shape.max_pass_rows)
+    inside, outside = counted_slots(
+        bits, math.ceil(rows / passes), "bfloat" if chip.generation < 15 else "half"
+    )
+    num_simdgroups = math.ceil(outputs / COLUMNS) * shape.splits
+    return passes * (inside * inputs * outputs * bits / 8 / 1024 + outside * num_simdgroups)
+
+
+@cache
+def counted_slots(bits: int, rows: int, dtype: str) -> tuple[float, float]:
+    """Of a pass, per KiB of packed weights, and outside of the loop per simdgroup."""
+    found = {
+        (row["bits"], row["rows"], row["dtype"]): (row["slots_per_kib"], row["slots_outside"])
+        for row in json.loads(REGISTERS.read_text(encoding="utf-8"))["rows_matmul"]
+        if row["mode"] in ("affine", "dense")
+    }
+    return found[bits, rows, dtype]
 
 
 def microseconds(matmul: str, chip: Chip, bits: int, inputs: int, outputs: int, rows: int) -> float:

@@ -14,6 +14,7 @@ from benchmarks.mac.mac_sections import (
     BASIC,
     BASIC_AHEAD,
     BUILT,
+    BY_MLX,
     LONG_PROMPT,
     MLX_LM,
     OURS,
@@ -143,6 +144,7 @@ def _lines_of_streams(row: Row) -> list[str]:
         ("tpot_median", "time per token", OURS, MLX_LM),
         ("tokens_per_second", "tokens/s", AHEAD, WAITING),
         ("tokens_per_second", "tokens/s", OURS, BUILT),
+        ("tokens_per_second", "tokens/s", OURS, BY_MLX),
         ("tokens_per_second", "tokens/s", BASIC_AHEAD, BASIC),
     ]
     if name == LONG_PROMPT:

@@ -291,20 +291,22 @@ def scenarios_of(sizes: Sizes, vocab_size: int) -> list[Scenario]:
 LONG_PROMPT = "long prompt"
 OURS, AHEAD, WAITING, MLX_LM = "ours", "ours, ahead", "ours, waiting", "mlx-lm"
 BUILT = "ours, decodes built in Python"
+BY_MLX = "ours, MLX's matmul"
 BASIC, BASIC_AHEAD = "basic", "basic, ahead"
 
 
 def sides_of(
     ours: nn.Module, theirs: nn.Module, scenario: Scenario
 ) -> dict[str, Callable[[], Side]]:
-    """Who serves a scenario; ours also with either cache, waiting and one step ahead, and without
-    replaying decodes.
+    """Who serves a scenario; ours also with either cache, waiting and one step ahead, without
+    replaying decodes, and with MLX's matmul alone.
     """
     alone = len(scenario.requests) == 1
     return {
         OURS: partial(PagedEngine, ours, scenario),
         MLX_LM: partial(MlxLmOneByOne if alone else MlxLmBatch, theirs, scenario),
         BUILT: partial(built_decodes, ours, scenario),
+        BY_MLX: partial(PagedEngine, ours, scenario, matmul="mlx"),
         AHEAD: partial(PagedEngine, ours, scenario, run_ahead=True),
         WAITING: partial(PagedEngine, ours, scenario, run_ahead=False),
         BASIC: partial(PagedEngine, ours, scenario, kv="basic", run_ahead=False),

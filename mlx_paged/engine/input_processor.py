@@ -30,7 +30,7 @@ from mlx_paged.errors import (
     shown,
 )
 from mlx_paged.models.adapters import Adapter
-from mlx_paged.models.language_model import LanguageModel, model_type_of
+from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.options.argument_values import (
     BOOL,
     TokenIds,
@@ -351,7 +351,7 @@ class InputProcessor:
         if isinstance(params, PoolingParams):
             check_pooling(params, self._model)
             text, token_ids = read_prompt(prompt, self._tokenizer, self._vocab_size)
-            return Request(
+            request = Request(
                 request_id,
                 token_ids,
                 params,
@@ -361,6 +361,8 @@ class InputProcessor:
                 user=user,
                 prompt=text,
             )
+            request.adapter = adapter
+            return request
         if not isinstance(params, SamplingParams):
             raise ArgumentError(
                 f"[engine] params must be SamplingParams, got {type(params).__name__}"
@@ -450,8 +452,8 @@ def check_pooling(pooling: PoolingParams, model: LanguageModel) -> None:
         return
     if not model.hidden_row_size:
         raise ArgumentError(
-            f"[engine] a {model_type_of(model)}, {model.description}, gives no embeddings: its "
-            "last norm can't be read; use a model whose sequences run packed"
+            f"[engine] this model ({model.description}) gives no embeddings: its last norm can't "
+            "be read; use a model whose sequences run packed"
         )
     if (pooling.dimensions or 0) > model.hidden_row_size:
         raise ArgumentError(

@@ -48,7 +48,7 @@ class TokenRules(NamedTuple):
 NO_RULES = TokenRules()
 # Of a request with ``PoolingParams``, which generates nothing.
 NO_SAMPLING = SamplingParams(
-    max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+    max_tokens=None, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
 )
 
 

@@ -88,6 +88,16 @@ class Embedder:
             "prompt_name",
         )
 
+    @staticmethod
+    def with_text_before(before: str, prompt: Any) -> Any:
+        """A prompt of ``LLM.generate`` with a text before its own; token ids stay as they are."""
+        if isinstance(prompt, str):
+            return before + prompt
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else None
+        if isinstance(text, str) and prompt.get("prompt_token_ids") is None:
+            return {**prompt, "prompt": before + text}
+        return prompt
+
     def encode(self, text: str, before: str = "", name: str = "prompt") -> list[int]:
         """The token ids of an input, with the end token that the tokenizer appends.
 
@@ -247,12 +257,15 @@ class Reranker:
                 "queries",
             )
         before, after = self._encode(_BEFORE), self._encode(_AFTER)
+        heads: dict[str, list[int]] = {}
         requests: list[tuple[list[int], PoolingParams]] = []
         for query, document in zip(asked, answers, strict=True):
             text = _ASKED.format(instruction=instruction or DEFAULT_INSTRUCTION, query=query)
-            head, token_ids = self._encode(text), self._encode(text + document)
+            if text not in heads:
+                heads[text] = self._encode(text)
+            token_ids = self._encode(text + document)
             # The last tokens of what is asked may merge with the document.
-            num_same = sum(1 for _ in takewhile(bool, map(eq, head, token_ids)))
+            num_same = sum(1 for _ in takewhile(bool, map(eq, heads[text], token_ids)))
             pooling = PoolingParams(
                 token_ids=self.token_ids, num_shared_tokens=len(before) + num_same
             )

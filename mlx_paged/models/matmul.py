@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
@@ -36,12 +36,12 @@ from mlx_paged.ops import dtype_name
 from mlx_paged.ops.rows_matmul import MAX_ROWS, refusal, rows_matmul
 
 # Exactly these classes, not their subclasses, which may multiply in another way.
-_LINEARS = (nn.Linear, nn.QuantizedLinear)
-_EMBEDDINGS = (nn.Embedding, QuantizedEmbedding)
+_LINEARS: tuple[type[Module], ...] = (nn.Linear, nn.QuantizedLinear)
+EMBEDDINGS: tuple[type[Module], ...] = (nn.Embedding, QuantizedEmbedding)
 # What else multiplies and stays with MLX, and how a report calls it.
 _KEPT: tuple[tuple[tuple[type[Module], ...], str], ...] = (
-    ((SwitchLinear, QuantizedSwitchLinear), "of experts"),
-    ((MultiLinear, QuantizedMultiLinear), "with a matrix for each head"),
+    ((SwitchLinear, QuantizedSwitchLinear), "experts"),
+    ((MultiLinear, QuantizedMultiLinear), "a matrix for each head"),
     (
         (
             *(AllToShardedLinear, ShardedToAllLinear),
@@ -49,7 +49,7 @@ _KEPT: tuple[tuple[tuple[type[Module], ...], str], ...] = (
         ),
         "split over ranks",
     ),
-    ((nn.Linear, nn.QuantizedLinear, QQLinear), "of other classes"),
+    ((nn.Linear, nn.QuantizedLinear, QQLinear), "other classes"),
 )
 
 
@@ -71,10 +71,10 @@ class LinearShape(NamedTuple):
     dtype: str
 
     @classmethod
-    def of(cls, module: Module, dtype: mx.Dtype) -> LinearShape:
+    def of(cls, module: Any, dtype: mx.Dtype) -> LinearShape:
         """
         Args:
-            module: one of ``_LINEARS`` or ``_EMBEDDINGS``.
+            module: one of ``_LINEARS`` or ``EMBEDDINGS``.
             dtype: of the model's activations, for formats whose scales have another.
         """
         weight = module["weight"]
@@ -93,7 +93,6 @@ class LinearShape(NamedTuple):
 
 # The numbers of rows for which rows_matmul runs, by the shape of the weight.
 RowCounts: TypeAlias = Mapping[LinearShape, Collection[int]]
-ALL_ROWS = range(1, MAX_ROWS + 1)
 # One row stays with MLX, so that a decode alone has the bits of mlx-lm.
 SEVERAL_ROWS = range(2, MAX_ROWS + 1)
 
@@ -117,35 +116,47 @@ class Linears:
         kept: dict[int, str] = {}
         for model in models:
             # By identity: a module may be in several places, and of several models.
-            modules = {id(each): each for each in model.modules()}
-            is_linear = [_own_class(each) in _LINEARS for each in modules.values()]
-            outputs = {
-                each["weight"].shape[0]
-                for each, yes in zip(modules.values(), is_linear, strict=True)
-                if yes
-            }
+            modules = {id(module): module for module in model.modules()}
+            linear = {key for key, each in modules.items() if own_class(each) in _LINEARS}
             vocab_size = model.args.vocab_size
-            for (key, module), yes in zip(modules.items(), is_linear, strict=True):
-                if _own_class(module) in _EMBEDDINGS:
-                    num_rows = module["weight"].shape[0]
-                    yes = num_rows == vocab_size and num_rows not in outputs
-                if not yes:
-                    kinds = (reason for kinds, reason in _KEPT if isinstance(module, kinds))
-                    if (reason := next(kinds, None)) is not None:
-                        kept[key] = reason
-                    continue
-                shape = LinearShape.of(module, model.dtype)
-                why = _why_kept(module, shape)
-                if why is None:
-                    found[key] = module, shape
+            if vocab_size not in {modules[key]["weight"].shape[0] for key in linear}:
+                linear |= {
+                    key
+                    for key, each in modules.items()
+                    if own_class(each) in EMBEDDINGS and each["weight"].shape[0] == vocab_size
+                }
+            for key, module in modules.items():
+                if key in linear:
+                    found[key] = module, LinearShape.of(module, model.dtype)
+                    reason = _why_kept(*found[key])
                 else:
-                    kept[key] = why
+                    reasons = (reason for kinds, reason in _KEPT if isinstance(module, kinds))
+                    reason = next(reasons, None)
+                if reason is not None:
+                    found.pop(key, None)
+                    kept[key] = reason
         return cls(list(found.values()), Counter(kept.values()))
 
-    @property
+    @cached_property
     def shapes(self) -> Mapping[LinearShape, int]:
         """The number of layers of each shape."""
         return Counter(shape for _, shape in self.modules)
+
+
+def formats_of(model: Module, dtype: mx.Dtype) -> set[tuple[str, int, int, str]]:
+    """The formats of a model's linear layers that ``rows_matmul`` can multiply, as
+    ``try_rows_matmul`` takes them. Weights may be lazy.
+
+    Args:
+        dtype: of the model's activations.
+    """
+    linears = (each for each in model.modules() if own_class(each) in _LINEARS)
+    shapes = ((each, LinearShape.of(each, dtype)) for each in linears)
+    return {
+        (shape.dtype, shape.bits, shape.group_size, shape.mode)
+        for each, shape in shapes
+        if _why_kept(each, shape) is None
+    }
 
 
 def _why_kept(module: Module, shape: LinearShape) -> str | None:
@@ -180,9 +191,9 @@ class MatmulStats:
         if not others:
             return "matmul: MLX's"
         parts = [f"for {rows} rows, in {count} layers" for rows, count in others.items()]
-        stay = {"not faster": self.num_modules.get("none", 0), **self.kept}
-        said = ", ".join(f"{count} {reason}" for reason, count in stay.items() if count)
-        return f"matmul: rows {', '.join(parts)}{f'; MLX: {said}' * bool(said)}"
+        stay = {"not chosen": self.num_modules.get("none", 0), **self.kept}
+        said = ", ".join(f"{count} ({reason})" for reason, count in stay.items() if count)
+        return f"matmul: rows {', '.join(parts)}{f'; MLX in {said}' * bool(said)}"
 
 
 class Matmul:
@@ -226,7 +237,7 @@ class Matmul:
         with _lock:
             for module, shape in held:
                 if not _num_holders[id(module)]:
-                    module.__class__ = _by_rows(_own_class(module), shape)
+                    module.__class__ = _by_rows(own_class(module), shape)
                 _num_holders[id(module)] += 1
 
         def release() -> None:
@@ -236,7 +247,7 @@ class Matmul:
                     _num_holders[id(module)] -= 1
                     if not _num_holders[id(module)]:
                         del _num_holders[id(module)]
-                        module.__class__ = _own_class(module)
+                        module.__class__ = own_class(module)
 
         return release
 
@@ -276,7 +287,7 @@ _lock = threading.RLock()
 _num_holders: Counter[int] = Counter()
 
 
-def _own_class(module: Module) -> type[Module]:
+def own_class(module: Module) -> type[Module]:
     """The class of a module without the subclass of :func:`_by_rows`."""
     kind = type(module)
     return kind.__mro__["multiplies_by_rows" in vars(kind)]
@@ -285,7 +296,7 @@ def _own_class(module: Module) -> type[Module]:
 @cache
 def _by_rows(kind: type[Module], shape: LinearShape) -> type[Module]:
     """The subclass of a linear layer, or of an embedding that gives logits."""
-    method = "as_linear" if kind in _EMBEDDINGS else "__call__"
+    method = "as_linear" if kind in EMBEDDINGS else "__call__"
     product, dtype = getattr(kind, method), getattr(mx, shape.dtype)
 
     def call(self: Module, x: mx.array) -> mx.array:
@@ -300,8 +311,8 @@ def _by_rows(kind: type[Module], shape: LinearShape) -> type[Module]:
         y = multiplied_by_rows(self, x, shape)
         return y + self["bias"] if "bias" in self else y
 
-    names: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind,), {method: call, **names, "multiplies_by_rows": True})
+    names = {method: call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), {**names, "multiplies_by_rows": True})
 
 
 def multiplied_by_rows(module: Module, x: mx.array, shape: LinearShape) -> mx.array:

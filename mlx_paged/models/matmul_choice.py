@@ -31,11 +31,13 @@ from mlx_paged.models.matmul import (
     Linears,
     LinearShape,
     RowCounts,
+    formats_of,
     multiplied_by_mlx,
     multiplied_by_rows,
 )
 from mlx_paged.ops import choose
 from mlx_paged.ops.rows_matmul import try_rows_matmul
+from mlx_paged.ops.tried_once import GoOn
 from mlx_paged.options.argument_values import is_plain_integer
 
 # The numbers of rows that are measured. Others go by the next larger one.
@@ -68,14 +70,33 @@ def chosen_rows(
     for module, shape in linears.modules:
         modules[shape].append(module)
     if option == "rows":
-        return {shape: SEVERAL_ROWS for shape in modules if _works(shape)}
+        return {shape: SEVERAL_ROWS for shape in modules if kernel_works(shape)}
     largest = sorted(modules, key=lambda shape: -_nbytes(modules[shape]))[:MAX_SHAPES]
-    faster = known_choices({each: modules[each] for each in largest if _works(each)}, clock)
+    faster = known_choices({each: modules[each] for each in largest if kernel_works(each)}, clock)
     chosen = {shape: _as_nearest(shape, faster) for shape in modules}
     return {shape: rows for shape, rows in chosen.items() if rows}
 
 
-def _works(shape: LinearShape) -> bool:
+def try_formats_of(option: str, model: Module, dtype: mx.Dtype) -> Callable[[GoOn], None] | None:
+    """A function that tries the kernels for :func:`chosen_rows` in advance, in any thread;
+    ``None`` if no kernel has to be tried.
+
+    Args:
+        model: its weights may be lazy.
+        dtype: of its activations.
+    """
+    if option not in ("auto", "rows") or not choose.is_metal_available():
+        return None
+    formats = sorted(formats_of(model, dtype))
+
+    def try_formats(go_on: GoOn) -> None:
+        for format in formats:
+            try_rows_matmul.quietly(*format, go_on=go_on)
+
+    return try_formats
+
+
+def kernel_works(shape: LinearShape) -> bool:
     """Whether the kernel for this format works here; a warning says if it does not."""
     if not choose.is_metal_available():
         return True  # Plain MLX runs.
@@ -119,14 +140,17 @@ def measured_choices(
     begin = clock()
     least: dict[tuple[LinearShape, int, Product], float] = defaultdict(lambda: math.inf)
     products: tuple[Product, ...] = (multiplied_by_mlx, multiplied_by_rows)
-    for _, shape, num_rows in itertools.product(range(NUM_TURNS), modules, MEASURED_ROWS):
+    chains = {
+        shape: each[: max(1, CHAIN_NBYTES // _nbytes(each[:1]))] for shape, each in modules.items()
+    }
+    # A chain comes after those of the other shapes, so that its weights are in no cache.
+    turns = itertools.product(range(NUM_TURNS), MEASURED_ROWS, products, modules)
+    for _, num_rows, product, shape in turns:
         if clock() - begin > MAX_SECONDS:
             break
-        for product in products:
-            chain = modules[shape][: max(1, CHAIN_NBYTES // _nbytes(modules[shape][:1]))]
-            seconds = seconds_of_chain(chain, num_rows, shape, product, clock)
-            key = shape, num_rows, product
-            least[key] = min(least[key], seconds)
+        seconds = seconds_of_chain(chains[shape], num_rows, shape, product, clock)
+        key = shape, num_rows, product
+        least[key] = min(least[key], seconds)
     return {
         shape: tuple(
             rows

@@ -26,7 +26,7 @@ from mlx_paged.ops.tried_once import GoOn, TrialResult, TrialStoppedError, Tried
 MAX_ROWS = 16
 COLUMNS = 8  # of the result, which a simdgroup computes at once
 MAX_SPLITS = 8  # simdgroups that share K: MAX_SIMDGROUPS in metal/rows_matmul.metal
-MIN_THREADGROUP = 2  # simdgroups
+MIN_THREADGROUP = 2  # simdgroups of a threadgroup
 # Simdgroups that a pass over the weight aims at, so that a small weight occupies a large GPU, too.
 MIN_SIMDGROUPS = 1024
 MAX_ELEMENTS = 2**31  # of a weight, whose indices are 32-bit integers
@@ -71,6 +71,8 @@ def rows_matmul(
     scale_dtype = None if scales is None else scales.dtype
     dtypes = x.dtype, weight.dtype, scale_dtype
     shape = _checked(weight.shape, dtypes, x.shape[-1], bits, group_size, mode)
+    if (biases is not None) != (mode == "affine"):
+        raise ValueError("[rows_matmul] affine weights have biases, and no others")
     if x.size == 0:
         return mx.zeros((*x.shape[:-1], shape.num_columns), x.dtype)
     run = _on_metal if choose.is_metal_available() else _in_plain_mlx
@@ -84,7 +86,7 @@ def refusal(
     return _refusal(weight.shape, weight.dtype, dtype, bits, group_size, mode)
 
 
-class _WeightShape(NamedTuple):
+class WeightShape(NamedTuple):
     """What the order of a weight's sums depends on."""
 
     num_columns: int  # N
@@ -154,18 +156,18 @@ def _checked(
     bits: int,
     group_size: int,
     mode: str,
-) -> _WeightShape:
+) -> WeightShape:
     dtype, weight_dtype, scale_dtype = dtypes
     why = _refusal(shape, weight_dtype, dtype, bits, group_size, mode)
     needed = None if mode == DENSE else dtype if mode == "affine" else mx.uint8
-    if why is None and scale_dtype != needed:
+    if why is None and str(scale_dtype) != str(needed):  # a dtype can't be compared with None
         why = f"scales are {scale_dtype}; {needed} is needed"
     weight_width = shape[-1] if mode == DENSE else shape[-1] * 32 // bits
     if why is None and weight_width != width:
         why = f"rows have {width} elements, those of the weight {weight_width}"
     if why is not None:
         raise ValueError(f"[rows_matmul] {why}")
-    return _WeightShape(shape[0], width, bits, group_size, mode)
+    return WeightShape(shape[0], width, bits, group_size, mode)
 
 
 # The kernel
@@ -179,7 +181,7 @@ class _Launch(NamedTuple):
 
 
 @cache
-def _launch_of(shape: _WeightShape, num_rows: int, dtype: mx.Dtype) -> _Launch:
+def _launch_of(shape: WeightShape, num_rows: int, dtype: mx.Dtype) -> _Launch:
     num_passes = math.ceil(num_rows / shape.max_pass_rows)
     splits = shape.splits
     blocks = max(1, MIN_THREADGROUP // splits)
@@ -201,7 +203,7 @@ def _launch_of(shape: _WeightShape, num_rows: int, dtype: mx.Dtype) -> _Launch:
     )
 
 
-def _on_metal(x: mx.array, weights: Weights, shape: _WeightShape) -> mx.array:
+def _on_metal(x: mx.array, weights: Weights, shape: WeightShape) -> mx.array:
     weight, scales, biases = weights
     launch = _launch_of(shape, x.size // shape.width, x.dtype)
     # Missing inputs are replaced by arrays that no thread reads.
@@ -221,7 +223,7 @@ def _on_metal(x: mx.array, weights: Weights, shape: _WeightShape) -> mx.array:
 # The same in plain MLX, on the CPU, which alone computes in float64
 
 
-def _in_plain_mlx(x: mx.array, weights: Weights, shape: _WeightShape) -> mx.array:
+def _in_plain_mlx(x: mx.array, weights: Weights, shape: WeightShape) -> mx.array:
     chunk, splits, num_columns = shape.chunk, shape.splits, shape.num_columns
     num_chunks, num_lanes = shape.width // chunk, SIMDGROUP_LANES * splits
     with mx.stream(mx.cpu):
@@ -244,7 +246,7 @@ def _in_plain_mlx(x: mx.array, weights: Weights, shape: _WeightShape) -> mx.arra
         return total.astype(x.dtype).reshape(*x.shape[:-1], num_columns)
 
 
-def _dequantised(weights: Weights, shape: _WeightShape) -> mx.array:
+def _dequantised(weights: Weights, shape: WeightShape) -> mx.array:
     """Floats, ``[N, K]`` in float64: ``scale * number + bias`` is rounded once."""
     weight, scales, biases = weights
     if scales is None:
@@ -314,8 +316,8 @@ def _failure_of(dtype: mx.Dtype, bits: int, group_size: int, mode: str, go_on: G
     chunk in the last turn, and columns that are left over.
     """
     num_chunks = 4 * SIMDGROUP_LANES + 8
-    chunk = _WeightShape(1, 1, bits, group_size, mode).chunk
-    shape = _WeightShape(37, num_chunks * chunk, bits, group_size, mode)
+    chunk = WeightShape(1, 1, bits, group_size, mode).chunk
+    shape = WeightShape(37, num_chunks * chunk, bits, group_size, mode)
     rng = np.random.default_rng(0)
     with mx.stream(mx.cpu):
         x, dense = (

@@ -193,8 +193,8 @@ class OneShotOptions(CacheOptions, total=False):
             "several answers or a token with its drafts: mlx, or rows for a kernel that reads each "
             "weight once (for 2 to 16 rows), or auto for the faster of the two, by shape and "
             "number of rows, measured once on each machine. Without Metal auto is mlx, and rows is "
-            "plain MLX of the same bits, which is slow (docs/internals/kernels.md, Matmuls of few "
-            "rows).",
+            "plain MLX of the same bits, which is slow (docs/internals/kernels.md, Matmuls of a "
+            "few rows).",
             one_of(*config.MATMULS),
             default=config.DEFAULT_MATMUL,
         ),
@@ -339,6 +339,18 @@ class EngineOptions(OneShotOptions, total=False):
             _SERVER,
             default_text="an eighth of the budget, if copying a token's K/V is cheaper than "
             "computing it",
+        ),
+    ]
+    deterministic: Annotated[
+        bool,
+        Option(
+            "give each request the same tokens and log-probabilities, bit for bit, whatever else "
+            "runs, with drafts and prefix hits or without them. For dense attention models on a "
+            "paged cache; prompts are computed in chunks that no other request shares "
+            "(docs/guide/library.md, The same bits).",
+            BOOL,
+            Flag(),
+            default=config.SchedulerConfig.deterministic,
         ),
     ]
     seed: Annotated[

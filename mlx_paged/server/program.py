@@ -263,14 +263,19 @@ def follow(args: argparse.Namespace) -> None:
 def _load(
     args: argparse.Namespace,
 ) -> tuple[Module, TokenizerWrapper, dict[str, Any], dict[str, Any]]:
-    """:func:`flags.load_model` with ``--chat-template``.
+    """:func:`flags.load_model` with ``--chat-template``."""
+    return flags.load_model(args, "server", tokenizer_config(args))
+
+
+def tokenizer_config(args: argparse.Namespace) -> dict[str, Any] | None:
+    """What replaces fields of the tokenizer's configuration.
 
     Raises:
         ArgumentError: the file ``--chat-template``, which replaces the model's own template, can't
             be read.
     """
     if args.chat_template is None:
-        return flags.load_model(args, "server")
+        return None
     try:
         template = Path(args.chat_template).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -279,7 +284,7 @@ def _load(
             f"{system_reason(error)}",
             "chat_template",
         ) from error
-    return flags.load_model(args, "server", {"chat_template": template})
+    return {"chat_template": template}
 
 
 def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:

@@ -277,6 +277,16 @@ def read_api_keys(
     return tuple(keys)
 
 
+def first_key(file: str) -> str:
+    """The first key of a key file, for a client.
+
+    Raises:
+        ArgumentError: as of :func:`read_api_keys`.
+    """
+    words = _read_lines(file)[0].split()
+    return words[min(1, len(words) - 1)]
+
+
 def in_words(keys: Sequence[ApiKey]) -> str:
     """The number of keys, and of their users if that is smaller, in words."""
     num_keys, users = len(keys), num_users(keys)

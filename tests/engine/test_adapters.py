@@ -35,7 +35,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_adapters
 from paged_testing.pure_metal import pure_metal
 
-from mlx_paged import LLM
+from mlx_paged import LLM, PoolingParams
 from mlx_paged.engine import compiled_decode
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.scheduling.prefix_cache import extra_hash_keys
@@ -172,6 +172,19 @@ def test_other_engines_answer_the_same(folders: dict[str, Path], options: dict[s
     for request_id, (tokens, name) in asked.items():
         alone = with_adapter(theirs, folders[name] if name else None)
         assert answers[request_id] == stock_tokens(alone, tokens, 10)
+
+
+def test_embeddings_are_those_of_each_adapter_alone(folders: dict[str, Path]):
+    ours, theirs = tiny_models()
+    engine = make_engine(ours, adapters=folders)
+    tokens = prompt(20)
+    for name in (None, *NAMES):
+        engine.add_request(str(name), tokens, PoolingParams(normalize=False), adapter=name)
+    outputs = run(engine)
+    for name in (None, *NAMES):
+        alone = with_adapter(theirs, folders[name] if name else None)
+        row = np.array(alone["model"](mx.array([tokens]))[0, -1])
+        assert np.abs(np.array(outputs[str(name)].pooled) - row).max() < 1e-5
 
 
 def test_replayed_decodes_take_the_adapters_as_input(

@@ -11,6 +11,7 @@ import pytest
 from helpers.completions import new_completion
 from helpers.engine_runs import CONFIG
 
+from benchmarks.kernels import few_rows
 from mlx_paged.engine.request import Completion
 from mlx_paged.engine.speculation.draft_model import DraftModel, speculation_of
 from mlx_paged.engine.speculation.draft_record import DraftRecord, DraftRecords
@@ -77,6 +78,15 @@ def test_of_estimates_that_differ_the_table_has_the_dearer(
 ):
     cost = StepCost.relative(COSTS_BY_ROWS[chip][kind])
     assert all(cost.of(rows) > figure - 1e-9 for rows, figure in figures.items())
+
+
+@pytest.mark.parametrize("name", few_rows.CHIPS)
+def test_the_benchmark_estimates_no_more_than_the_table_has(name: str):
+    for bits in few_rows.BITS:
+        cost = StepCost.relative(COSTS_BY_ROWS[name.split()[0]][f"{bits} bits"])
+        for rows in (2, 3, 4, 5, 6, 8, 16):
+            estimate = few_rows.cost(few_rows.ROWS, few_rows.CHIPS[name], bits, rows)
+            assert estimate <= cost.of(rows) + 0.005, (bits, rows)
 
 
 def test_the_costs_go_by_the_matmul_that_was_chosen_for_each_number_of_rows():

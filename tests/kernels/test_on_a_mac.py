@@ -27,6 +27,7 @@ from mlx_paged import Engine, SamplingParams, load
 from mlx_paged.loading import demo_model_path
 from mlx_paged.ops import AttentionParams
 from mlx_paged.ops.in_place import check_writes_in_place
+from mlx_paged.ops.rows_matmul import MODES, try_rows_matmul
 
 pytestmark = pytest.mark.skipif(
     not mx.metal.is_available(),
@@ -98,6 +99,14 @@ def test_rows_are_written_and_blocks_copied_as_by_the_reference(dtype):
         backend.reshape_and_cache(k, v, kv, slots_of(slots, kv.block_size))
         backend.copy_blocks(kv, [(3, 4), (3, 7), (39, 0)])
     assert_same_slabs(slabs, twin)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("mode", "bits"), [(m, b) for m, (_, all_b, _) in MODES.items() for b in all_b]
+)
+def test_matmuls_of_a_few_rows_have_the_bits_of_plain_mlx(mode, bits, dtype):
+    assert try_rows_matmul(dtype, bits, MODES[mode][2][-1], mode)
 
 
 def test_the_bundled_model_writes_the_text_of_the_reference():

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from helpers.fast_lane import mostly_slow
 from helpers.kernel_checks import assert_same_bits, checked_metal, random_array
-from metal_emulator import EmulatorError
+from metal_emulator import Checks, EmulatorError
+from paged_testing.emulated_metal import emulated_metal
 
 from mlx_paged.ops import choose
 from mlx_paged.ops.rows_matmul import MODES, rows_matmul, try_rows_matmul
@@ -142,6 +143,17 @@ def test_the_bits_of_a_row_depend_on_no_other(mode, bits, group_size, compiler):
 def test_every_cut_of_k_has_the_bits_of_plain_mlx(num_columns, width, compiler):
     with checked_metal():
         assert_right(problem("affine", 4, 32, mx.float32, num_columns=num_columns, width=width))
+
+
+@mostly_slow("num_rows", [5, 1, 4, 8])
+def test_a_pass_loads_each_weight_once(num_rows, compiler):
+    case = problem("affine", 4, 64, mx.float32, num_rows=num_rows, num_columns=64, width=1024)
+    with emulated_metal(Checks.quick(count_accesses=True)) as trace:
+        mx.eval(case.product())
+    num_passes = 1 + (num_rows > 5)
+    assert trace[-1].loaded_bytes["weight"] == num_passes * case.weights[0].nbytes
+    # Each row once for eight columns.
+    assert trace[-1].loaded_bytes["x"] == 64 // 8 * case.x.nbytes
 
 
 def test_no_rows_are_no_product(compiler):

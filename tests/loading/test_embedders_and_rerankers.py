@@ -83,6 +83,8 @@ def test_dimensions_and_prompts(llm: LLM, theirs: Module):
     token_ids = llm.get_tokenizer().encode("Instruct: find it\nQuery:a dog")
     assert output.prompt_token_ids == token_ids
     assert difference(output.outputs.embedding, embedding(theirs, token_ids, 16)) < TOLERANCE
+    [same] = llm.embed({"prompt": "a dog"}, 16, prompt_name="query")
+    assert same.prompt_token_ids == token_ids
     [plain], [document] = llm.embed("a dog"), llm.embed("a dog", prompt_name="document")
     assert plain.outputs == document.outputs
     for arguments, words in (

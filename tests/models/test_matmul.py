@@ -18,6 +18,7 @@ import pytest
 from helpers.engine_runs import CONFIG, greedy, livelier_model, make_engine, prompt, run
 from helpers.mlx_lm_models import DEEPSEEK_V3, LLAMA, QWEN3_MOE, random_model
 from helpers.model_zoo.configs import config_of
+from helpers.workloads import Workload, assert_same
 from mlx.nn.layers.base import Module
 from mlx_lm.tuner.lora import LoRALinear
 from paged_testing.pure_metal import pure_metal
@@ -198,6 +199,14 @@ def test_one_row_and_more_than_16_stay_with_mlx(model: Module, monkeypatch: pyte
     assert rows_that_multiply(engine, monkeypatch, 3) == {3}, "prompts have 60 rows"
 
 
+def test_requests_of_every_kind_get_the_same_answers(model: Module):
+    """Drafts, forks, preemptions and aborts included."""
+    workload = Workload(3, 4, CONFIG["vocab_size"])
+    by_mlx, by_rows = (workload.run(model, None, matmul=option) for option in ("mlx", "rows"))
+    for name, output in by_mlx.outputs.items():
+        assert_same(by_rows.outputs[name], output)
+
+
 def test_replayed_decodes_multiply_by_rows(model: Module, monkeypatch: pytest.MonkeyPatch):
     """Kernels are functions of MLX operations here, so that ``mx.compile`` can trace them."""
     monkeypatch.setattr(compiled_decode, "NUM_BUILT_FIRST", 1)
@@ -227,13 +236,16 @@ def test_replayed_decodes_multiply_by_rows(model: Module, monkeypatch: pytest.Mo
 
 def test_what_stays_with_mlx_is_said():
     moe, latents = (check_model(random_model(each)) for each in (QWEN3_MOE, DEEPSEEK_V3))
-    assert Linears.of([moe]).kept == {"of experts": 3 * QWEN3_MOE["num_hidden_layers"]}
-    assert Linears.of([latents]).kept["with a matrix for each head"] == 6
+    assert Linears.of([moe]).kept == {"experts": 3 * QWEN3_MOE["num_hidden_layers"]}
+    assert Linears.of([latents]).kept["a matrix for each head"] == 6
     linears = Linears.of([moe, latents, moe])
     found = Matmul(linears, dict.fromkeys(linears.shapes, (2, 3, 4, 8))).stats()
     assert found.name == "rows" and list(found.num_modules) == ["2 to 4, 8"]
     assert sum(found.num_modules.values()) == len(linears.modules)
-    assert str(found).startswith("matmul: rows for 2 to 4, 8 rows, in 43 layers; MLX: ")
+    assert str(found) == (
+        "matmul: rows for 2 to 4, 8 rows, in 43 layers; MLX in 18 (experts), 6 (a matrix for each "
+        "head)"
+    )
     assert str(Matmul(linears).stats()) == "matmul: MLX's"
     assert in_words(()) == "none"
 

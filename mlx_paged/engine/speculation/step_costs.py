@@ -85,9 +85,10 @@ ROW_COSTS: dict[str, dict[str, dict[int, float]]] = {
 }
 CHIPS = {13: "M1", 14: "M2", 15: "M3", 16: "M4", 17: "M5"}  # by the GPU's generation
 DEAREST_CHIP = "M1 Ultra"  # for a GPU that is not one of Apple's
-# The same where rows_matmul runs, over one row by MLX: the estimates of `python -m benchmarks
-# few_rows`, by instructions and published bandwidths, for the dearest chip of a generation. Experts
-# stay with MLX, so mixtures have the costs above.
+# The same where rows_matmul runs, over one row by MLX: estimates by instructions and published
+# bandwidths, for the dearest chip of a generation and a first form of the kernel. Those of `python
+# -m benchmarks few_rows` for today's are lower. Experts stay with MLX, so mixtures have the costs
+# above.
 _TWO_BITS_BY_ROWS = {2: 1.30, 3: 1.60, 4: 1.90, 5: 2.19, 6: 3.19, 8: 3.79, 16: 7.58}
 _EIGHT_BITS_BY_ROWS = {2: 1.00, 3: 1.01, 4: 1.03, 5: 1.06, 6: 1.15, 8: 1.24, 16: 2.03}  # M1 Max
 _EIGHT_BITS_BY_ROWS_LATER = {2: 1.00, 3: 1.01, 4: 1.02, 5: 1.04, 6: 1.12, 8: 1.20, 16: 1.89}
