@@ -138,11 +138,11 @@ def _refusal(
         )
     if mode not in MODES or bits not in MODES[mode][1] or group_size not in MODES[mode][2]:
         return f"{mode} weights of {bits} bits in groups of {group_size} are not known"
-    is_dense = mode == DENSE
-    needed = dtype if is_dense else mx.uint32
+    is_plain = mode == DENSE
+    needed = dtype if is_plain else mx.uint32
     if weight_dtype != needed:
         return f"the weight is {weight_dtype}; {needed} is needed"
-    width, multiple = (shape[1], 8) if is_dense else (shape[1] * 32 // bits, 32)
+    width, multiple = (shape[1], 8) if is_plain else (shape[1] * 32 // bits, 32)
     if width == 0 or width % multiple != 0:
         return f"rows have {width} elements; a multiple of {multiple} is needed"
     return None

@@ -275,12 +275,16 @@ class RouterApp(RequestLog):
         if request.method in SAFE_METHODS and model.process.state != "loaded":
             text = f"the model {shown(model.name)} is not loaded"
             raise ApiError(503, text, code="model_not_loaded")
-        if fields.keep_alive is not None and fields.keep_alive > model.keep_alive:
-            check_admin(principal, "a model", f"to keep it for more than {model.keep_alive:g} s")
+        keep_alive = fields.keep_alive
+        if keep_alive is not None and keep_alive > model.keep_alive:
+            if request.url.path.startswith("/api/") and not principal.is_admin:
+                keep_alive = None  # Ollama's clients send a time that their user has not chosen.
+            else:
+                check_admin(principal, "a model", f"to keep it for over {model.keep_alive:g} s")
         raw, query = request.scope["raw_path"], request.scope["query_string"]
         target = (raw if path is None else path) + b"?" * bool(query) + query
         streams = request.url.path in _STREAMED if fields.stream is None else fields.stream
-        return Forwarded(self._router, model, body, target, fields.keep_alive, streams)
+        return Forwarded(self._router, model, body, target, keep_alive, streams)
 
     async def _read_load(self, request: Request) -> tuple[Resident, LoadFields]:
         """The model that an administrator names, in the path or in the body.

@@ -114,7 +114,7 @@ def _described(args: argparse.Namespace) -> dict[str, Any]:
 
     folder = find_local_model(args.model or "demo")
     if folder is None or folder.is_file():
-        raise ValueError(f"the model {shown(args.model)} is no folder on this machine")
+        raise ValueError(f"the model {shown(args.model)} is not a folder on this machine")
     outline = read_outline(folder)
     model = outline.model
     model.name = outline.name

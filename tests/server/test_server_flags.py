@@ -68,6 +68,7 @@ def test_without_flags_options_are_the_engines_own_defaults():
     own = {name: value for name, value in options.items() if value is not None}
     assert own == {
         "adapters": [],
+        "deterministic": False,
         "backend": "auto",
         "block_size": 16,
         "kv": "paged",
@@ -90,6 +91,7 @@ def test_every_flag_of_the_engine_reaches_its_option():
         "cache_dir_size": ("1.5M", 3 * 2**19),
         "cache_dir_ttl": ("7d", 604_800.0),
         "cache_dir_writes": ("50G/day", 50 * 2**30),
+        "deterministic": (None, True),
         "kv": ("basic", "basic"),
         "kv_cache_bytes": ("64blocks", "64blocks"),
         "kv_format": ("K:8,V:4", "K:8,V:4"),

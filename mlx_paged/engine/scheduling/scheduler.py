@@ -214,8 +214,9 @@ class Scheduler:
             self._fill(plan)
             if plan.scheduled:
                 break
-        # A chunk and the rows of others take turns, so that neither waits for long.
-        self._turns = tuple(sorted(self._turns, key=lambda turn: turn == plan.takes))
+        if plan.takes != "all":
+            # A chunk and the rows of others take turns, so that neither waits for long.
+            self._turns = ("rows", "chunk") if plan.takes == "chunk" else ("chunk", "rows")
         queues.count_step()
         return plan
 
@@ -223,12 +224,12 @@ class Scheduler:
         """Add what it takes to a step: first of the running requests, then of waiting ones."""
         running, manager, queues = self.running, self.manager, self._queues
         only, is_ahead = plan.only, plan.is_ahead
-        may_admit = plan.takes != "rows"
+        takes_all, may_admit = plan.takes == "all", plan.takes != "rows"
         urgent = self._first_urgent() if only is None and may_admit else None
         # A decode takes at most one block. The pool grows once, before cached blocks are evicted.
         self.cache.make_room(len(running) * len(manager.retentions))
         index = 0
-        while index < len(running) and not plan.is_full:
+        while index < len(running) and (takes_all or not plan.is_full):
             completion = running[index]
             if urgent is not None and place_of(urgent) < place_of(completion):
                 # At its place in the order: the requests before it are scheduled.
@@ -240,7 +241,7 @@ class Scheduler:
             num_new_tokens = len(completion.token_ids) - completion.num_computed_tokens
             # 0 if the token that it awaits is its last one.
             is_other = only is not None and completion is not only
-            if num_new_tokens == 0 or is_other or not self._takes(plan, completion):
+            if num_new_tokens == 0 or is_other or not (takes_all or _takes(plan, completion)):
                 index += 1
                 continue
             if num_new_tokens > 1:
@@ -494,12 +495,6 @@ class Scheduler:
         if end % self._block_size < num_new_tokens:  # A block was filled.
             plan.new_block_ids.update(self._prefix_cache.cache_blocks(completion))
 
-    @staticmethod
-    def _takes(plan: Batch, completion: Completion) -> bool:
-        """Whether a step may hold the next tokens of a running request."""
-        is_chunk = completion.num_computed_tokens < completion.num_prompt_tokens
-        return plan.takes == "all" or is_chunk == (plan.takes == "chunk")
-
     def _finish_unfit(self, plan: Batch, completion: Completion) -> None:
         """End a request that does not fit, where no other request could free blocks, because the
         device has less memory than the budget allows: a running answer is cut, others fail.
@@ -583,3 +578,9 @@ class Scheduler:
         if is_reset:
             self._prefix_cache.forget_last()
         return is_reset
+
+
+def _takes(plan: Batch, completion: Completion) -> bool:
+    """Whether a step of a deterministic engine may hold the next tokens of a running request."""
+    is_chunk = completion.num_computed_tokens < completion.num_prompt_tokens
+    return is_chunk == (plan.takes == "chunk")
