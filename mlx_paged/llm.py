@@ -297,8 +297,8 @@ class LLM:
         trained for it say little of a text.
 
         Args:
-            prompts: as of :meth:`generate`. The tokenizer of an embedder appends its end token to
-                texts; token ids are taken as they are.
+            prompts: as of :meth:`generate`. Texts get the end token of an embedder; token ids are
+                taken as they are.
             dimensions: how many numbers of each embedding, the first ones, are kept before it is
                 normalised; ``None`` for all.
             prompt_name: a prompt of the model's ``config_sentence_transformers.json`` that is put
@@ -320,7 +320,7 @@ class LLM:
             params, before = embedder.params(dimensions), embedder.text_before(prompt_name)
             given = split_prompts(prompts)
             return [
-                _PromptRequest(embedder.with_text_before(before, each), params, adapter=adapter)
+                _PromptRequest(embedder.prompt(each, before), params, adapter=adapter)
                 for each in given
             ]
 
