@@ -74,6 +74,15 @@ def test_a_mixed_load_is_run_on_each_machine_with_each_target(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_what_a_deterministic_engine_computes_again_is_counted(tmp_path: Path):
+    results = results_of("deterministic", tmp_path / "deterministic.json")
+    computed = [each["prompt_tokens"] for each in results]
+    assert [each["deterministic"] for each in results] == [False, True] * 3
+    # A second turn computes the answer again, and what was behind the last chunk; a document none.
+    assert computed[0] < computed[1] and computed[2] < computed[3] and computed[4] == computed[5]
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("cc") is None,
     reason="the simulated device is made on Linux, with a C compiler",

@@ -39,6 +39,8 @@ class KVCache(ABC):
         all_can: called before the pool changes with whether this cache can make the change; returns
             whether all ranks that hold a part of the K/V can. The default is for a single process.
         shared_budget: that recurrent states share with the blocks, if they do.
+        max_single_run: query runs of up to this many tokens attend token by token, with the bits of
+            steps of one token (:meth:`AttentionMetadata.token_by_token`); 0 for none.
     """
 
     kind: ClassVar[str]
@@ -47,6 +49,7 @@ class KVCache(ABC):
         self.config = config
         self.all_can: Callable[[bool], bool] = bool
         self.shared_budget: SharedBudget | None = None
+        self.max_single_run = 0
         self._num_budget_blocks = config.num_blocks
         # The open step for each group of layers, and the layers that it runs.
         self._steps: Sequence[AttentionMetadata] = ()
@@ -227,7 +230,7 @@ class KVCache(ABC):
             # A table ends with the block of the last token.
             lens = zip(block_tables, context_lens, strict=True)
             block_tables = [table[: -(-end // self.config.block_size)] for table, end in lens]
-        return AttentionMetadata(
+        step = AttentionMetadata(
             block_tables,
             context_lens,
             list(num_new_tokens),
@@ -239,6 +242,7 @@ class KVCache(ABC):
             position_offsets=offsets,
             states=states,
         )
+        return step.token_by_token(self.max_single_run)
 
     def close_step(self) -> None:
         """Close the open step, if there is one, whether or not its rows were written."""

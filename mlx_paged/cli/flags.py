@@ -36,7 +36,7 @@ NO_FOLDER = "none"  # as --cache-dir; a folder of that name is ./none
 _GROUPS = {
     "model": """model tokenizer dtype adapter_path adapters max_adapters max_adapter_rank
         no_generation_config force skip_check backend""",
-    "answers": "seed system_prompt no_thinking",  # and the sampling parameters
+    "answers": "seed deterministic system_prompt no_thinking",  # and the sampling parameters
     "memory and context": """kv_cache_bytes max_model_len kv_format window num_sink_tokens
         wired_limit preallocate block_size kv swap_bytes""",
     "what is kept": """cache_dir cache_dir_size cache_dir_ttl cache_dir_writes prompt_cache_file

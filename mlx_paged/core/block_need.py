@@ -17,9 +17,13 @@ class BlockNeed:
     Args:
         retentions: one per group of layers.
         block_size: tokens of a block.
+        whole_run: tokens that a step never cuts, except where windows cut all steps.
     """
 
-    def __init__(self, retentions: Sequence[Retention], block_size: int) -> None:
+    def __init__(
+        self, retentions: Sequence[Retention], block_size: int, whole_run: int = 1
+    ) -> None:
+        self._whole_run = whole_run
         self._retentions = retentions
         self._block_size = block_size
 
@@ -27,10 +31,13 @@ class BlockNeed:
         """The peak number of blocks of a request that grows to ``num_tokens`` tokens, if its steps
         are limited to :meth:`KVCacheManager.max_fitting` tokens.
         """
-        block_size = self._block_size
-        return sum(
-            -(-retention.max_num_held(num_tokens) // block_size) for retention in self._retentions
-        )
+        num_blocks = 0
+        for retention in self._retentions:
+            num_held = retention.max_num_held(num_tokens)
+            if not retention.cuts_runs:
+                num_held = min(num_tokens, num_held + self._whole_run - 1)
+            num_blocks += -(-num_held // self._block_size)
+        return num_blocks
 
     def max_num_tokens(self, num_blocks: int) -> int:
         """The most tokens of a request that fits in ``num_blocks`` blocks; ``sys.maxsize`` if any

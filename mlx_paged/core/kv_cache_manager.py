@@ -63,6 +63,7 @@ class KVCacheManager:
         pool: the blocks.
         retentions: what each group of layers keeps.
         states: the recurrent states of all requests; ``None`` for a model without recurrent layers.
+        whole_run: as :class:`BlockNeed`.
 
     Attributes:
         groups: the block tables of each request, one per group of layers, the oldest request first.
@@ -76,12 +77,13 @@ class KVCacheManager:
         pool: BlockPool,
         retentions: Sequence[Retention] = (KEEP_ALL,),
         states: SequenceStates | None = None,
+        whole_run: int = 1,
     ) -> None:
         self.pool = pool
         self.retentions = tuple(retentions)
         self.keeps_all = self.retentions == (KEEP_ALL,)
         self.states = states
-        self.block_need = BlockNeed(self.retentions, pool.block_size)
+        self.block_need = BlockNeed(self.retentions, pool.block_size, whole_run)
         self._groups: dict[RequestId, list[BlockTable]] = {}
         self.groups: Mapping[RequestId, Sequence[BlockTable]] = MappingProxyType(self._groups)
         self._tables: dict[RequestId, BlockTable] = {}

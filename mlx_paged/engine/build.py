@@ -16,12 +16,17 @@ from mlx_paged.core.tier import GuardedTier, Tier
 from mlx_paged.distributed import Ranks, join_ranks, smallest_budget
 from mlx_paged.engine.input_processor import as_tokenizer
 from mlx_paged.engine.model_runner import ModelRunner
-from mlx_paged.engine.options import DiskTierOptions, checked_options, split_options, tier_of
+from mlx_paged.engine.options import (
+    DiskTierOptions,
+    OwnOptions,
+    checked_options,
+    split_options,
+    tier_of,
+)
 from mlx_paged.engine.reports import Latencies, Reports
 from mlx_paged.engine.scheduling.prefix_cache import SwapSpace
 from mlx_paged.engine.scheduling.request_queues import num_seqs
 from mlx_paged.engine.scheduling.scheduler import Scheduler
-from mlx_paged.engine.scheduling.step_budget import Budgets, TokenBudgets
 from mlx_paged.engine.speculation.draft_model import (
     DraftModel,
     check_draft_model,
@@ -37,6 +42,7 @@ from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.models.activations import activation_nbytes, default_activation_nbytes
 from mlx_paged.models.adapters import Adapters
 from mlx_paged.models.context_length import context_length, context_limit
+from mlx_paged.models.deterministic import deterministic_matmul
 from mlx_paged.models.identity import (
     ModelIdentity,
     WeightCatalogue,
@@ -58,7 +64,8 @@ from mlx_paged.models.matmul import Linears, Matmul
 from mlx_paged.models.matmul_choice import as_entries, chosen_rows, from_entries
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.models.mlx_lm.draft_head import Head
-from mlx_paged.options.config import DEFAULT_KV, DEFAULT_MATMUL
+from mlx_paged.ops import device
+from mlx_paged.options.config import DEFAULT_KV, DEFAULT_MATMUL, MAX_RUN_TOKENS, SchedulerConfig
 from mlx_paged.options.engine_options import EngineOptions
 
 
@@ -79,6 +86,7 @@ class EngineParts:
     latencies: Latencies
     reports: Reports
     steps: Steps
+    adapters: Adapters
     run_ahead: bool
     nbytes_activations: int  # peak of a step, an estimate
 
@@ -88,18 +96,13 @@ def build(
     tokenizer: TokenizerWrapper | None,
     draft_model: Module | None,
     options: EngineOptions,
-    run_ahead: bool | None,
-    make_budgets: Callable[[TokenBudgets], Budgets],
-    adapters: Adapters,
+    own: OwnOptions,
 ) -> EngineParts:
     """Make the parts of an engine.
 
     Args:
         options: without those that may differ between ranks.
-        run_ahead: whether a step is launched before the previous one is read; ``None`` means if the
-            cache supports it.
-        make_budgets: makes the object that chooses the budgets of steps, from their limits.
-        adapters: of the model; steps run the model that has them.
+        own: these.
 
     Raises:
         ArgumentError: options are out of their ranges, or conflict.
@@ -112,6 +115,7 @@ def build(
     with_kv = [each for each in (checked, draft) if each is not None and each.layer_specs]
     models = [(each, take_files(each)) for each in with_kv]
     # What K/V belong to is the model alone, and what runs is the one that has the adapters.
+    adapters = Adapters(checked, own.adapters or {}, own.max_adapters, own.max_adapter_rank)
     model = checked = adapters.model
     all_models = [each for each in (checked, draft) if each is not None]
     cache_options, config = split_options(options, max_model_len, draft is not None)
@@ -123,17 +127,21 @@ def build(
     if ranks.size > 1:
         given = cache_options.get("kv_cache_bytes")
         cache_options["kv_cache_bytes"] = smallest_budget(ranks, given, checked)
-    matmul = _matmul_of(all_models, options.get("matmul", DEFAULT_MATMUL), ranks)
+    matmul = _matmul_of(all_models, options.get("matmul", DEFAULT_MATMUL), config, ranks)
 
     budget = kv_budget(cache_options.get("kv_cache_bytes"), model, draft_model)
     # Whether the cache can run ahead is not known yet.
-    num_copies = num_state_copies(checked, config, run_ahead is not False)
+    num_copies = num_state_copies(checked, config, own.run_ahead is not False)
     cache = make_engine_cache(model, kv, draft_model, cache_options, num_copies)
+    deterministic = config.deterministic
+    if deterministic:
+        _let_tokens_attend_alone(cache)
     states = None
     if num_copies:
         states = make_states(checked, cache, config, budget, num_copies, draft)
-    manager = KVCacheManager(cache.pool, cache.config.retentions, states)
-    run_ahead = cache.can_run_ahead if run_ahead is None else run_ahead
+    whole_run = config.max_num_batched_tokens if deterministic else 1
+    manager = KVCacheManager(cache.pool, cache.config.retentions, states, whole_run)
+    run_ahead = cache.can_run_ahead if own.run_ahead is None else own.run_ahead
 
     # Reads all weights, so at most once, and only if it is needed.
     catalogue = None
@@ -160,7 +168,7 @@ def build(
         drafter = kind(draft, cache, manager)
     elif draft is not None:
         drafter = DraftModel(draft, cache, manager)
-    runner = ModelRunner(model, cache, manager, swap_space, drafter, matmul)
+    runner = ModelRunner(model, cache, manager, swap_space, drafter, matmul, deterministic)
     reads_grammars, by_rows = ranks.size == 1, matmul.usual_rows
     speculation = speculation_of(
         config.num_draft_tokens, checked, drafter, run_ahead, reads_grammars, by_rows
@@ -198,11 +206,18 @@ def build(
 
     latencies = Latencies(max_model_len)
     reports = Reports(latencies)
-    budgets = make_budgets(scheduler.limits)
+    budgets = own.make_budgets(scheduler.limits)
     steps = Steps(runner, scheduler, reports, latencies, run_ahead, budgets, ranks, disk_tier)
     finds_prefixes = config.enable_prefix_caching
     snapshots = Snapshots(
-        model, identities, cache, manager, finds_prefixes, ranks, matmul.computed_by
+        model,
+        identities,
+        cache,
+        manager,
+        finds_prefixes,
+        ranks,
+        matmul.computed_by,
+        deterministic,
     )
     largest = config.max_num_batched_tokens
     context = largest if max_model_len is None else min(largest, max_model_len)
@@ -223,22 +238,59 @@ def build(
         latencies,
         reports,
         steps,
+        adapters,
         run_ahead,
         nbytes_activations,
     )
 
 
-def _matmul_of(models: Sequence[LanguageModel], option: str, ranks: Ranks) -> Matmul:
+def _matmul_of(
+    models: Sequence[LanguageModel], option: str, config: SchedulerConfig, ranks: Ranks
+) -> Matmul:
     """What multiplies; on all ranks as rank 0 chooses, since a choice may be measured.
 
     Raises:
-        ArgumentError: an unknown option.
+        ArgumentError: an unknown option, or a deterministic engine can't promise its bits.
     """
+    if config.deterministic:
+        return _deterministic_matmul(models[0], config, ranks)
     option, linears = checked_options("engine", {"matmul": option})["matmul"], Linears.of(models)
     chosen = chosen_rows(option if ranks.is_leader else "mlx", linears)
     if ranks.size > 1:
         chosen = from_entries(ranks.all_gather(as_entries(chosen))[0])
     return Matmul(linears, chosen)
+
+
+def _deterministic_matmul(model: LanguageModel, config: SchedulerConfig, ranks: Ranks) -> Matmul:
+    """What a deterministic engine multiplies with. Stored K/V belong to its lengths of chunks and
+    of steps.
+
+    Raises:
+        ArgumentError: the bits of a row of the model depend on the others.
+    """
+    if ranks.size > 1:
+        raise ArgumentError(
+            "[engine] deterministic can't be combined with several ranks: each multiplies by MLX's "
+            "sharded layers, in an order that depends on the number of rows",
+            "deterministic",
+        )
+    chunk, num_rows = config.max_num_batched_tokens, config.max_num_mixed_tokens
+    return deterministic_matmul(model, num_rows, f"deterministic, {chunk} and {num_rows} rows")
+
+
+def _let_tokens_attend_alone(cache: KVCache) -> None:
+    """Let each token of a short query run attend as in a step of its own.
+
+    Raises:
+        ArgumentError: plain MLX attends on a GPU.
+    """
+    if cache.backend is not None and cache.backend.name == "reference" and not device.is_cpu():
+        raise ArgumentError(
+            "[engine] deterministic needs the Metal backend on a GPU: plain MLX attends in an "
+            "order that depends on the number of rows",
+            "backend",
+        )
+    cache.max_single_run = MAX_RUN_TOKENS
 
 
 def _open_tier(

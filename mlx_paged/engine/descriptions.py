@@ -31,6 +31,7 @@ def describe_engine(model: str | None, engine: Engine) -> list[str]:
         f"{describe_device()}, {describe_backend(cache)}",
         f"{format_nbytes(config.nbytes)} for {kind}, {in_words(config.num_slots)} tokens{token}",
         describe_memory(engine),
+        *(["deterministic"] if engine.scheduler.config.deterministic else []),
         *([describe_matmul(engine)] if engine.runner.matmul.is_used else []),
         *describe_disk_tier(engine),
         f"context: {describe_context(engine)}",

@@ -35,10 +35,9 @@ from mlx_paged.engine.thread import (
     run_in_engine_thread,
 )
 from mlx_paged.errors import REMOVED, ArgumentError, EngineStoppedError
-from mlx_paged.models.adapters import Adapter, AdapterFiles, Adapters
+from mlx_paged.models.adapters import Adapter, AdapterFiles
 from mlx_paged.models.language_model import model_type_of
 from mlx_paged.models.memory import acquire_cache_limit, acquire_wired_limit, read_wired_limit
-from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.options.argument_values import AT_LEAST_0
 from mlx_paged.options.engine_options import EngineOptions
 from mlx_paged.options.foreign_arguments import NoOptions, refuse_unknown
@@ -93,27 +92,14 @@ class Engine:
         own, options = split_own_options(options)
         wired_nbytes = read_wired_limit(own.wired_limit)
         _evaluate_arrays(model, draft_model)
-        self.adapters = Adapters(
-            check_model(model), own.adapters or {}, own.max_adapters, own.max_adapter_rank
-        )
-        parts = run_in_engine_thread(
-            partial(
-                build,
-                model,
-                tokenizer,
-                draft_model,
-                options,
-                own.run_ahead,
-                own.make_budgets,
-                self.adapters,
-            )
-        )
+        parts = run_in_engine_thread(partial(build, model, tokenizer, draft_model, options, own))
         self.model, self.tokenizer, self.max_model_len = model, parts.tokenizer, parts.max_model_len
         self.ranks, self.run_ahead = parts.ranks, parts.run_ahead
         self.cache, self.manager, self.runner = parts.cache, parts.manager, parts.runner
         self.disk_tier, self.swap_space = parts.disk_tier, parts.swap_space
         self.scheduler, self.steps, self.reports = parts.scheduler, parts.steps, parts.reports
         self.snapshots, self.latencies = parts.snapshots, parts.latencies
+        self.adapters = parts.adapters
         self.nbytes_activations = parts.nbytes_activations
         self.input_processor = InputProcessor(self.tokenizer, self.runner.model, own.seed)
         decode = self.runner.compiled_decode

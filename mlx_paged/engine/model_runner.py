@@ -90,6 +90,8 @@ class ModelRunner:
         swap_space: for the K/V of preempted requests.
         draft_model: makes the drafts of a step, if given.
         matmul: of the linear layers of both models; MLX's by default.
+        deterministic: whether the rows of a step must not depend on each other. Decodes are then
+            not replayed, since a trace may fuse operations, which round less often.
 
     Attributes:
         compiled_decode: replays decodes; without it (``None``) each is built in Python.
@@ -103,14 +105,20 @@ class ModelRunner:
         swap_space: SwapSpace | None = None,
         draft_model: DraftModel | None = None,
         matmul: Matmul | None = None,
+        deterministic: bool = False,
     ):
         self.model = check_model(model)
         self.cache = cache
         self._manager = manager
         self.compiled_decode: CompiledDecode | None = None
-        if isinstance(cache, PagedKVCache) and self.model.runs_packed:
+        if isinstance(cache, PagedKVCache) and self.model.runs_packed and not deterministic:
             self.compiled_decode = CompiledDecode(self.model, cache)
         self.draft_model, self.matmul = draft_model, matmul or Matmul()
+        # Hidden rows of the step: for a head, and so that a model computes as many rows in its last
+        # layer as it would with a head.
+        self._takes_normed = False if deterministic else None
+        if draft_model is not None and draft_model.takes_normed is not None:
+            self._takes_normed = draft_model.takes_normed
         # The layers of the draft model come after these.
         self._layers = slice(len(self.model.layer_specs))
         self.vocab_size = self.model.args.vocab_size
@@ -151,12 +159,11 @@ class ModelRunner:
         ) as step:
             tokens = self._tokens_of(batch, awaited)
             decode = self.compiled_decode
-            takes_normed = None if draft_model is None else draft_model.takes_normed
             adapters = [part.completion.request.adapter for part in scheduled]
             slots = [0 if each is None else each.slot for each in adapters]
             with (
                 running_adapters(AdapterRows.of(slots, counts, step.logit_rows)),
-                taking_hidden_rows(takes_normed, any(embeds)) as hidden,
+                taking_hidden_rows(self._takes_normed, any(embeds)) as hidden,
             ):
                 # A trace gives no rows for embeddings.
                 logits = None if decode is None or any(embeds) else decode.replay(tokens)

@@ -22,15 +22,18 @@ from mlx_paged.engine.scheduling.step_budget import (
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.options.config import (
+    CHUNK_TOKENS,
     DEFAULT_CACHE_DIR_SIZE,
     DEFAULT_KV,
     DEFAULT_MIXED_STEP_SECONDS,
     DEFAULT_NUM_DRAFT_TOKENS,
     DEFAULT_PREFILL_STEP_SECONDS,
+    MAX_STEP_ROWS,
     SchedulerConfig,
 )
 from mlx_paged.options.engine_options import ENGINE_OPTIONS, CacheOptions, EngineOptions
 
+_STEP_SIZES = ("max_num_batched_tokens", "max_num_mixed_tokens")
 _BUDGET_OPTIONS = ("prefill_step_seconds", "mixed_step_seconds", "token_budgets")
 _ADAPTER_OPTIONS = ("adapters", "max_adapters", "max_adapter_rank")
 
@@ -65,6 +68,8 @@ class OwnOptions(NamedTuple):
     """Options that may differ between ranks.
 
     Attributes:
+        run_ahead: whether a step is launched before the previous one is read; ``None`` means if the
+            cache supports it.
         make_budgets: makes the object that chooses the budgets of steps, from their limits.
     """
 
@@ -83,6 +88,7 @@ def split_own_options(options: EngineOptions) -> tuple[OwnOptions, EngineOptions
     Raises:
         ArgumentError: an option of this rank is out of its range, or conflicts with another one.
     """
+    check_deterministic(options)
     given: dict[str, Any] = {**options}
     wired_limit = given.pop("wired_limit", None)
     names = ("seed", "run_ahead", *_BUDGET_OPTIONS, *_ADAPTER_OPTIONS)
@@ -119,10 +125,13 @@ def split_options(
         ArgumentError: an option of the scheduler is out of its range, or conflicts with another.
     """
     given: dict[str, Any] = {**options, "max_model_len": max_model_len}
+    if given.get("deterministic"):
+        # Steps have these sizes, whatever runs.
+        given["max_num_batched_tokens"], given["max_num_mixed_tokens"] = CHUNK_TOKENS, MAX_STEP_ROWS
     cache = {name: given[name] for name in CacheOptions.__annotations__ if name in given}
     if given.get("num_draft_tokens") is None:
         given["num_draft_tokens"] = DEFAULT_NUM_DRAFT_TOKENS if has_draft_model else 0
-    for name in ("max_num_batched_tokens", "max_num_mixed_tokens"):
+    for name in _STEP_SIZES:
         if given.get(name) is None:
             given[name] = getattr(SchedulerConfig, name)
     names = [each.name for each in fields(SchedulerConfig) if each.name in given]
@@ -130,12 +139,43 @@ def split_options(
     return cast(CacheOptions, cache), SchedulerConfig(**scheduler)
 
 
+def check_deterministic(options: EngineOptions) -> None:
+    """Refuse options that a deterministic engine can't have.
+
+    Raises:
+        ArgumentError: an option conflicts with ``deterministic``; the message says why.
+    """
+    given: dict[str, Any] = {**options}
+    deterministic = given.get("deterministic", False)
+    if not ENGINE_OPTIONS["deterministic"].domain.check("engine", "deterministic", deterministic):
+        return
+    steps = (
+        f"its steps are chunks of {CHUNK_TOKENS} tokens of a prompt, and up to {MAX_STEP_ROWS} rows"
+    )
+    reasons = dict.fromkeys((*_STEP_SIZES, *_BUDGET_OPTIONS), f"{steps}; leave it out")
+    for name, reason in reasons.items():
+        if given.get(name) is not None:
+            raise _conflict(name, reason)
+    if given.get("kv") == "basic":
+        reason = "the order of its sums depends on the length of a step; use kv='paged'"
+        raise _conflict("kv", reason)
+    if given.get("matmul") == "mlx":
+        reason = "MLX's matmul takes other orders for other numbers of rows; leave it out"
+        raise _conflict("matmul", reason)
+    if given.get("max_num_seqs", 1) > MAX_STEP_ROWS:
+        raise _conflict("max_num_seqs", f"{steps}; {MAX_STEP_ROWS} sequences are the most")
+
+
+def _conflict(name: str, reason: str) -> ArgumentError:
+    return ArgumentError(f"[engine] {name} can't be combined with deterministic: {reason}", name)
+
+
 def with_step_seconds(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of an engine that steps by itself: if neither the seconds nor the tokens of a
     step are given, the seconds are set to their defaults.
     """
     chosen = dict(options)
-    if options.get("token_budgets") is None:
+    if options.get("token_budgets") is None and not options.get("deterministic"):
         tokens = options.get("max_num_batched_tokens")
         if options.get("prefill_step_seconds") is None and tokens is None:
             chosen["prefill_step_seconds"] = DEFAULT_PREFILL_STEP_SECONDS

@@ -45,6 +45,7 @@ class EngineStats(KVCacheManagerStats):
     nbytes_budget: int
     nbytes_activations: int  # peak of a step, on top of weights and K/V; an estimate
     nbytes_checkpoints: int  # of recurrent states kept for prefix hits, on top of K/V
+    deterministic: bool  # whether each request has the same bits in any batch
     matmul: MatmulStats  # which one runs in linear layers, for how many rows
     disk_tier: TierCacheStats | None = None
 
@@ -77,6 +78,7 @@ def stats_of(
         nbytes_budget=cache.nbytes_budget,
         nbytes_activations=nbytes_activations,
         nbytes_checkpoints=of_manager.num_checkpoints * cache.config.state_nbytes,
+        deterministic=scheduler.config.deterministic,
         matmul=matmul.stats(),
         disk_tier=None if disk_tier is None else disk_tier.stats(),
     )

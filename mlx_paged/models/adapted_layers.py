@@ -23,6 +23,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.nn.layers.base import Module
 
+# Rows in the order of their slots, from which a GPU multiplies the rows of a slot together: as many
+# as in mlx-lm's layers of experts. Fewer, as in decodes, are always multiplied one by one.
+MIN_SORTED = 64
+
 # The rows of a step
 
 
@@ -33,7 +37,7 @@ class AdapterRows:
         ids: ``[num_rows] uint32``, the slot of each row of the first axis of a layer's input; 0 for
             none. Rows of further axes belong to the same sequence.
         logit_rows: ``[num_logit_rows] int32``, the rows that are left after a model's last norm.
-        is_sorted: whether the ids ascend.
+        is_sorted: whether the ids are known to ascend.
     """
 
     def __init__(
@@ -60,7 +64,7 @@ class AdapterRows:
             return None
         pairs = zip(slots_of_seqs, counts, strict=True)
         slots = [slot for slot, count in pairs for _ in range(count)]
-        is_sorted = all(map(int.__le__, slots, slots[1:]))
+        is_sorted = len(slots) >= MIN_SORTED and all(map(int.__le__, slots, slots[1:]))
         return cls(mx.array(slots, dtype=mx.uint32), logit_rows, is_sorted)
 
     def at(self, index: mx.array | slice) -> AdapterRows:

@@ -36,8 +36,8 @@ from mlx_paged.ops import dtype_name
 from mlx_paged.ops.rows_matmul import MAX_ROWS, refusal, rows_matmul
 
 # Exactly these classes, not their subclasses, which may multiply in another way.
-_LINEARS = (nn.Linear, nn.QuantizedLinear)
-_EMBEDDINGS = (nn.Embedding, QuantizedEmbedding)
+_LINEARS: tuple[type[Module], ...] = (nn.Linear, nn.QuantizedLinear)
+EMBEDDINGS: tuple[type[Module], ...] = (nn.Embedding, QuantizedEmbedding)
 # What else multiplies and stays with MLX, and how a report calls it.
 _KEPT: tuple[tuple[tuple[type[Module], ...], str], ...] = (
     ((SwitchLinear, QuantizedSwitchLinear), "experts"),
@@ -74,7 +74,7 @@ class LinearShape(NamedTuple):
     def of(cls, module: Any, dtype: mx.Dtype) -> LinearShape:
         """
         Args:
-            module: one of ``_LINEARS`` or ``_EMBEDDINGS``.
+            module: one of ``_LINEARS`` or ``EMBEDDINGS``.
             dtype: of the model's activations, for formats whose scales have another.
         """
         weight = module["weight"]
@@ -93,7 +93,6 @@ class LinearShape(NamedTuple):
 
 # The numbers of rows for which rows_matmul runs, by the shape of the weight.
 RowCounts: TypeAlias = Mapping[LinearShape, Collection[int]]
-ALL_ROWS = range(1, MAX_ROWS + 1)
 # One row stays with MLX, so that a decode alone has the bits of mlx-lm.
 SEVERAL_ROWS = range(2, MAX_ROWS + 1)
 
@@ -118,13 +117,13 @@ class Linears:
         for model in models:
             # By identity: a module may be in several places, and of several models.
             modules = {id(module): module for module in model.modules()}
-            linear = {key for key, each in modules.items() if _own_class(each) in _LINEARS}
+            linear = {key for key, each in modules.items() if own_class(each) in _LINEARS}
             vocab_size = model.args.vocab_size
             if vocab_size not in {modules[key]["weight"].shape[0] for key in linear}:
                 linear |= {
                     key
                     for key, each in modules.items()
-                    if _own_class(each) in _EMBEDDINGS and each["weight"].shape[0] == vocab_size
+                    if own_class(each) in EMBEDDINGS and each["weight"].shape[0] == vocab_size
                 }
             for key, module in modules.items():
                 if key in linear:
@@ -151,7 +150,7 @@ def formats_of(model: Module, dtype: mx.Dtype) -> set[tuple[str, int, int, str]]
     Args:
         dtype: of the model's activations.
     """
-    linears = (each for each in model.modules() if _own_class(each) in _LINEARS)
+    linears = (each for each in model.modules() if own_class(each) in _LINEARS)
     shapes = ((each, LinearShape.of(each, dtype)) for each in linears)
     return {
         (shape.dtype, shape.bits, shape.group_size, shape.mode)
@@ -238,7 +237,7 @@ class Matmul:
         with _lock:
             for module, shape in held:
                 if not _num_holders[id(module)]:
-                    module.__class__ = _by_rows(_own_class(module), shape)
+                    module.__class__ = _by_rows(own_class(module), shape)
                 _num_holders[id(module)] += 1
 
         def release() -> None:
@@ -248,7 +247,7 @@ class Matmul:
                     _num_holders[id(module)] -= 1
                     if not _num_holders[id(module)]:
                         del _num_holders[id(module)]
-                        module.__class__ = _own_class(module)
+                        module.__class__ = own_class(module)
 
         return release
 
@@ -288,7 +287,7 @@ _lock = threading.RLock()
 _num_holders: Counter[int] = Counter()
 
 
-def _own_class(module: Module) -> type[Module]:
+def own_class(module: Module) -> type[Module]:
     """The class of a module without the subclass of :func:`_by_rows`."""
     kind = type(module)
     return kind.__mro__["multiplies_by_rows" in vars(kind)]
@@ -297,7 +296,7 @@ def _own_class(module: Module) -> type[Module]:
 @cache
 def _by_rows(kind: type[Module], shape: LinearShape) -> type[Module]:
     """The subclass of a linear layer, or of an embedding that gives logits."""
-    method = "as_linear" if kind in _EMBEDDINGS else "__call__"
+    method = "as_linear" if kind in EMBEDDINGS else "__call__"
     product, dtype = getattr(kind, method), getattr(mx, shape.dtype)
 
     def call(self: Module, x: mx.array) -> mx.array:

@@ -70,9 +70,9 @@ def chosen_rows(
     for module, shape in linears.modules:
         modules[shape].append(module)
     if option == "rows":
-        return {shape: SEVERAL_ROWS for shape in modules if _works(shape)}
+        return {shape: SEVERAL_ROWS for shape in modules if kernel_works(shape)}
     largest = sorted(modules, key=lambda shape: -_nbytes(modules[shape]))[:MAX_SHAPES]
-    faster = known_choices({each: modules[each] for each in largest if _works(each)}, clock)
+    faster = known_choices({each: modules[each] for each in largest if kernel_works(each)}, clock)
     chosen = {shape: _as_nearest(shape, faster) for shape in modules}
     return {shape: rows for shape, rows in chosen.items() if rows}
 
@@ -96,7 +96,7 @@ def try_formats_of(option: str, model: Module, dtype: mx.Dtype) -> Callable[[GoO
     return try_formats
 
 
-def _works(shape: LinearShape) -> bool:
+def kernel_works(shape: LinearShape) -> bool:
     """Whether the kernel for this format works here; a warning says if it does not."""
     if not choose.is_metal_available():
         return True  # Plain MLX runs.

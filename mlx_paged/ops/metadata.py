@@ -11,7 +11,7 @@ import itertools
 import operator
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar, cast
 
@@ -303,6 +303,31 @@ class AttentionMetadata:
             all_rows += rows
         row_order = sorted(range(len(all_rows)), key=all_rows.__getitem__)
         return parts, mx.array(row_order, dtype=mx.int32)
+
+    def token_by_token(self, longest: int) -> AttentionMetadata:
+        """The step with a sequence of its own for each token of the query runs of up to ``longest``
+        tokens, so that attention sums for it in the order of a step that has this token only.
+        """
+        if not any(1 < query_len <= longest for query_len in self.query_lens):
+            return self
+        seqs: list[int] = []
+        begins: list[int] = []
+        ends: list[int] = []
+        logit_counts: list[int] = []
+        for seq, query_len in enumerate(self.query_lens):
+            size = 1 if query_len <= longest else query_len
+            num_before = query_len - self.logit_counts[seq]  # tokens without logits
+            for begin in range(0, query_len, size):
+                seqs.append(seq)
+                begins.append(begin)
+                ends.append(begin + size)
+                logit_counts.append(max(0, begin + size - max(begin, num_before)))
+        return replace(
+            self.runs_of(seqs, begins, ends),
+            shares_new_blocks=True,
+            num_logit_rows=logit_counts,
+            wants_logits=self.wants_logits,
+        )
 
     def runs_of(
         self, seqs: Sequence[int], begins: Sequence[int], ends: Sequence[int]

@@ -26,7 +26,7 @@ from mlx_paged.ops.tried_once import GoOn, TrialResult, TrialStoppedError, Tried
 MAX_ROWS = 16
 COLUMNS = 8  # of the result, which a simdgroup computes at once
 MAX_SPLITS = 8  # simdgroups that share K: MAX_SIMDGROUPS in metal/rows_matmul.metal
-MIN_THREADGROUP = 2  # simdgroups
+MIN_THREADGROUP = 2  # simdgroups of a threadgroup
 # Simdgroups that a pass over the weight aims at, so that a small weight occupies a large GPU, too.
 MIN_SIMDGROUPS = 1024
 MAX_ELEMENTS = 2**31  # of a weight, whose indices are 32-bit integers
@@ -71,6 +71,8 @@ def rows_matmul(
     scale_dtype = None if scales is None else scales.dtype
     dtypes = x.dtype, weight.dtype, scale_dtype
     shape = _checked(weight.shape, dtypes, x.shape[-1], bits, group_size, mode)
+    if (biases is not None) != (mode == "affine"):
+        raise ValueError("[rows_matmul] affine weights have biases, and no others")
     if x.size == 0:
         return mx.zeros((*x.shape[:-1], shape.num_columns), x.dtype)
     run = _on_metal if choose.is_metal_available() else _in_plain_mlx

@@ -35,6 +35,13 @@ MAX_WINDOW = 2**31
 MAX_DRAFT_TOKENS = 7
 DEFAULT_NUM_DRAFT_TOKENS = 3  # of a draft model, as in mlx-lm
 DEFAULT_ADAPTER_RANK = 16  # as in vLLM
+# The steps of a deterministic engine (docs/internals/engine.md, Deterministic steps). A prompt is
+# computed in chunks that begin at multiples of this many tokens, a multiple of any block size; ...
+CHUNK_TOKENS = 256
+# ... any other step has at most this many rows, ...
+MAX_STEP_ROWS = 64
+# ... and at most this many tokens of a sequence, each of which attends as in a step of its own.
+MAX_RUN_TOKENS = 1 + MAX_DRAFT_TOKENS
 
 _KV_BITS = re.compile(r"\s*k\s*:?\s*(\d+)\s*,?\s*v\s*:?\s*(\d+)\s*", re.IGNORECASE)
 _BUDGET = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(blocks?|[kmgt]?i?b?)\s*", re.IGNORECASE)
@@ -272,6 +279,7 @@ class SchedulerConfig:
     max_model_len: int | None = None
     num_draft_tokens: int = 0
     num_history_tokens: int = 0
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_num_mixed_tokens"):

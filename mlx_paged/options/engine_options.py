@@ -341,6 +341,18 @@ class EngineOptions(OneShotOptions, total=False):
             "computing it",
         ),
     ]
+    deterministic: Annotated[
+        bool,
+        Option(
+            "give each request the same tokens and log-probabilities, bit for bit, whatever else "
+            "runs, with drafts and prefix hits or without them. For dense attention models on a "
+            "paged cache; prompts are computed in chunks that no other request shares "
+            "(docs/guide/library.md, The same bits).",
+            BOOL,
+            Flag(),
+            default=config.SchedulerConfig.deterministic,
+        ),
+    ]
     seed: Annotated[
         int | None,
         Option(

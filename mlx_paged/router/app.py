@@ -95,6 +95,7 @@ class RouterApp(RequestLog):
         max_connections: int = MAX_CONNECTIONS,
     ):
         self._router = router
+        self._describing = asyncio.Lock()
         inner = Starlette(
             routes=[
                 Route("/", self.page),
@@ -208,10 +209,12 @@ class RouterApp(RequestLog):
         return JSONResponse({"models": found})
 
     async def show(self, request: Request) -> Response:
-        """What a model is and can do, in Ollama's form. One that was never loaded is loaded."""
+        """What a model is and can do, in Ollama's form. It is loaded only if it must be."""
         fields = read_part(ShownFields, await request.body())
         name = fields.model or fields.name
         model = self._router.find(name, request.state.principal)
+        async with self._describing:  # Clients ask for all models at once.
+            await until_disconnect(request.receive, model.process.describe())
         if model.process.description is None:
             await until_disconnect(request.receive, self._router.residency.load(model.name))
         return JSONResponse(listing.shown(name or model.name, model.process.description or {}))
@@ -309,6 +312,7 @@ class RouterApp(RequestLog):
             "aliases": list(process.names[1:]),
             "state": state,
             "status": {"value": state, "failed": has_failed},
+            "error": process.failure if has_failed else None,
             "is_pinned": model.is_pinned,
             "num_requests": process.num_requests,
             **self._router.residency.view(model),

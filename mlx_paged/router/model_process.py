@@ -25,6 +25,7 @@ from mlx_paged.options.config import DEFAULT_BLOCK_SIZE, KVBudget
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.http.access import ANONYMOUS
 from mlx_paged.server.http.http_server import BACKLOG
+from mlx_paged.server.program import max_adapters_of
 
 logger = logging.getLogger("mlx_paged.server")
 
@@ -78,7 +79,7 @@ class ModelProcess:
             104 bytes, the limit of macOS.
 
     Attributes:
-        names: the name, and aliases.
+        names: the name, aliases, and those of its adapters.
         max_model_len: the most tokens of a prompt and its answer; ``None`` if there is no limit, or
             the model was never loaded.
         description: what lists say of the model; ``None`` if it was never loaded.
@@ -90,7 +91,8 @@ class ModelProcess:
 
     def __init__(self, name: str, flags: Mapping[str, Any], path: Path):
         self.name = name
-        self.names = tuple(flags["served_model_name"])
+        adapters = [adapter for adapter, _ in flags.get("adapters", ())]
+        self.names = (*flags["served_model_name"], *adapters)
         self.flags = flags
         self.max_model_len: int | None = None
         self.description: dict[str, Any] | None = None
@@ -117,26 +119,18 @@ class ModelProcess:
         Raises:
             ApiError: there is no such model, it can't run here, or the hub does not answer.
         """
-        flags = self.flags
+        flags = {**self.flags, "max_adapters": max_adapters_of(self.flags)}
         words = ["fit", flags.get("model") or "demo", "--json"]
-        for flag, name in (("--draft-model", "draft_model"), ("--kv-bits", "kv_format")):
+        for flag, name in (
+            ("--draft-model", "draft_model"),
+            ("--kv-bits", "kv_format"),
+            ("--max-adapters", "max_adapters"),
+            ("--max-adapter-rank", "max_adapter_rank"),
+        ):
             if flags.get(name) is not None:
                 words += [flag, str(flags[name])]
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "mlx_paged", *words),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        try:
-            async with asyncio.timeout(MEASURE_SECONDS):
-                output, errors = await process.communicate()
-        except TimeoutError:
-            output, errors = b"", b"its size was not found in time"
-        finally:
-            if process.returncode is None:
-                process.kill()
-        if process.returncode == 2 or not output:
+        output, errors = await _written_by("mlx_paged", *words)
+        if not output:
             lines = errors.decode(errors="replace").strip().splitlines() or ["it gave no reason"]
             what = without_room(lines[-1].partition("error: ")[2] or lines[-1])
             named = shown(flags["served_model_name"][0])
@@ -189,23 +183,35 @@ class ModelProcess:
         Returns:
             whether the process has ended by itself.
         """
-        if seconds is None:
-            seconds = self.flags["drain_seconds"] + SECONDS_BEYOND_DRAIN
-        if self.state == "loading" and self._process is not None:
-            self._process.terminate()
+        limit: float = self.flags["drain_seconds"] + SECONDS_BEYOND_DRAIN
+        if seconds is not None:
+            limit = seconds
+        if self.state == "loading":
+            self._terminate()
         self.state = "unloaded"
         async with self._changing:
             process = self._process
             if process is None or process.returncode is not None:
                 return True
             self.state = "unloaded"  # also if it was loaded meanwhile
-            process.terminate()
-            await _end_of(process, seconds)
+            self._terminate()
+            await _end_of(process, limit)
             if process.returncode is not None:
                 return True
-            logger.error("the process of %s did not end in %g s; it is killed", self.name, seconds)
+            logger.error("the process of %s did not end in %g s; it is killed", self.name, limit)
             await self._kill()
             return False
+
+    async def describe(self) -> None:
+        """Find out what lists say of the model, without loading it, if that is not known yet. Of a
+        GGUF file, or of a model that is not on this machine, it is known once it was loaded.
+        """
+        if self.description is not None:
+            return
+        words = ("mlx_paged.router.child", "--describe", "-1", self.name)
+        output, _ = await _written_by(*words, given=json.dumps(dict(self.flags)).encode())
+        if output:
+            self.description = json.loads(output)
 
     async def shrink(self, kv_nbytes: int) -> int:
         """Change what K/V may take, to at most the budget of the start; returns what it is then.
@@ -351,6 +357,11 @@ class ModelProcess:
             return error.message
         return ""
 
+    def _terminate(self) -> None:
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.terminate()
+
     async def _kill(self) -> None:
         process = self._process
         if process is None:
@@ -361,7 +372,7 @@ class ModelProcess:
 
     def _note_failure(self, error: ApiError) -> None:
         now = time.monotonic()
-        if error.status == 503 and now > self.loading_since + MAX_BACK_OFF:
+        if now > self.loading_since + MAX_BACK_OFF:
             self._num_failures = 0
         # The first time, it is started again at once.
         seconds = 2**self._num_failures if self._num_failures else 0
@@ -369,6 +380,11 @@ class ModelProcess:
         self._num_failures += 1
         self._failure, self.state = error, "failed"
         logger.error("the model %s %s", self.name, error.message)
+
+    @property
+    def failure(self) -> str | None:
+        """What happened to the process when it last failed, after its name."""
+        return None if self._failure is None else self._failure.message
 
     def _failure_now(self) -> ApiError:
         """The error for requests after a failure."""
@@ -394,6 +410,30 @@ async def _end_of(process: asyncio.subprocess.Process, seconds: float) -> None:
     """Wait for the end of a process, but no longer than this."""
     with suppress(TimeoutError):
         await asyncio.wait_for(process.wait(), seconds)
+
+
+async def _written_by(*words: str, given: bytes = b"") -> tuple[bytes, bytes]:
+    """What a module of this package writes to stdout, nothing if it fails, and to stderr.
+
+    Args:
+        words: the module and its arguments.
+        given: its stdin.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", *words),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(MEASURE_SECONDS):
+            output, errors = await process.communicate(given)
+    except TimeoutError:
+        return b"", b"its size was not found in time"
+    finally:
+        if process.returncode is None:
+            process.kill()
+    return b"" if process.returncode == 2 else output, errors
 
 
 def _in_words(status: int | None) -> str:

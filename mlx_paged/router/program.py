@@ -25,7 +25,10 @@ from mlx_paged.options.config import DEFAULT_CACHE_DIR_SIZE, KEEP_ALIVE, NBYTES
 from mlx_paged.server import program as server
 from mlx_paged.server.settings import KeyFile, in_words
 
-FLAGS = server.FLAGS | {name: f"--{name.replace('_', '-')}" for name in ("models_dir", "config")}
+FLAGS = server.FLAGS | {
+    name: f"--{name.replace('_', '-')}"
+    for name in ("models_dir", "config", "served_model_name", "memory_limit", "keep_alive")
+}
 # What the router does for all models, so that no section of a model may set it.
 _FOR_ALL = {
     *("host", "port", "allow_unauthenticated", "allowed_host", "cors_origin", "share_cache"),
@@ -62,7 +65,6 @@ def setup_arg_parser(prog: str | None = None) -> Parser:
     several.add_argument(
         "--keep-alive",
         type=KEEP_ALIVE.read_flag,
-        default="-1",
         metavar="T",
         help="how long a model stays in memory after a request if no other needs its room: "
         f"{KEEP_ALIVE.what} (default: -1)",
@@ -109,6 +111,10 @@ def read_flags(
         args = setup_arg_parser(prog).parse_args(words, from_file)
     models = [*args.models, *([] if args.name is None else [args.name])]
     if not sections and args.models_dir is None and len(models) < 2:
+        for name in ("memory_limit", "keep_alive"):
+            if getattr(args, name) is not None:
+                what = "is for several models, or for one in a section of --config"
+                raise ArgumentError(f"[server] {name} {what}", name)
         args.model, args.name = next(iter(models), None), None
         return args, None
     if args.served_model_name:
@@ -158,7 +164,7 @@ def _parse_table(
 ) -> argparse.Namespace:
     """Parse a table with the names and values of flags, which override those of ``base``."""
     words = [word for name, value in table.items() for word in parser.words_of(name, value)]
-    return parser.parse_args(words, None if base is None else copy(base))
+    return parser.parse_args(words, argparse.Namespace() if base is None else copy(base))
 
 
 def read_models(
@@ -199,7 +205,7 @@ def read_models(
         own.served_model_name = [name, *own.aliases]
         own.name, own.api_key, own.api_key_file = None, [], None
         flags[name] = vars(own)
-        names.update(own.served_model_name)
+        names.update([*own.served_model_name, *(adapter for adapter, _ in own.adapters)])
     twice = next((name for name, count in names.items() if count > 1), None)
     if twice is not None:
         raise ArgumentError(f"[server] models: two have the name {shown(twice)}", "models")
@@ -260,7 +266,7 @@ def _serve(args: argparse.Namespace, models: Mapping[str, Mapping[str, Any]]) ->
         residents = [
             Resident(
                 ModelProcess(name, flags, folder / str(number)),
-                KEEP_ALIVE.check("server", "keep_alive", flags["keep_alive"]),
+                KEEP_ALIVE.check("server", "keep_alive", flags["keep_alive"] or "-1"),
                 flags["pin"],
             )
             for number, (name, flags) in enumerate(models.items())

@@ -18,6 +18,7 @@ import math
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
+from contextvars import Context
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +31,7 @@ logger = logging.getLogger("mlx_paged.server")
 
 MAX_WAITING = 256  # requests that wait for models, all together
 WAIT_SECONDS = 600.0  # for a model to be loaded, or for room
+_SECONDS_TO_CHANGE = 20.0  # for a process to change its K/V, between two steps
 _TICK = 0.01  # seconds; timers may be early by less
 
 
@@ -266,7 +268,8 @@ class Residency:
     def _wake(self) -> None:
         """Make the changes that are due."""
         if not self._is_closed and (self._changing is None or self._changing.done()):
-            self._changing = asyncio.create_task(self._change())
+            # Outside of the request that has caused it, of which log lines would have the id.
+            self._changing = asyncio.create_task(self._change(), context=Context())
 
     async def _change(self) -> None:
         while (change := self._next_change()) is not None:
@@ -404,9 +407,10 @@ class Residency:
         assert model.need is not None, "it was measured"
         await self._set_kv(model, model.kv_nbytes)
         await self._share_out()
-        with suppress(ApiError):  # It has ended; its requests see why.
+        with suppress(ApiError, TimeoutError):  # It has ended; its requests see why.
             # By its own measure it may hold more than was computed.
-            held = await model.process.nbytes()
+            async with asyncio.timeout(_SECONDS_TO_CHANGE):
+                held = await model.process.nbytes()
             weights = max(model.need.weights, held - PROCESS_NBYTES)
             model.need = replace(model.need, weights=weights)
             size, kv = format_nbytes(held), format_nbytes(model.kv_nbytes)
@@ -473,10 +477,13 @@ class Residency:
     async def _set_kv(self, model: Resident, nbytes: int) -> None:
         """Set what the K/V of a model may take. It keeps more while requests need it."""
         try:
-            model.kv_nbytes = await model.process.shrink(nbytes)
+            async with asyncio.timeout(_SECONDS_TO_CHANGE):
+                model.kv_nbytes = await model.process.shrink(nbytes)
         except Exception as error:
-            # A process that has ended holds nothing; another one keeps to what it was told before.
-            logger.warning("the K/V of %s could not be changed: %s", model.name, one_line(error))
+            # One that has ended holds nothing; another one may do it later, or may not.
+            model.kv_nbytes = max(model.kv_nbytes, nbytes)
+            what = one_line(error) or "it did not answer"
+            logger.warning("the K/V of %s could not be changed: %s", model.name, what)
         model.kept_kv = model.kv_nbytes if model.kv_nbytes > nbytes else 0
 
     def _no_room(self, model: Resident) -> ApiError:

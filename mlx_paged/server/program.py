@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -263,14 +263,19 @@ def follow(args: argparse.Namespace) -> None:
 def _load(
     args: argparse.Namespace,
 ) -> tuple[Module, TokenizerWrapper, dict[str, Any], dict[str, Any]]:
-    """:func:`flags.load_model` with ``--chat-template``.
+    """:func:`flags.load_model` with ``--chat-template``."""
+    return flags.load_model(args, "server", tokenizer_config(args))
+
+
+def tokenizer_config(args: argparse.Namespace) -> dict[str, Any] | None:
+    """What replaces fields of the tokenizer's configuration.
 
     Raises:
         ArgumentError: the file ``--chat-template``, which replaces the model's own template, can't
             be read.
     """
     if args.chat_template is None:
-        return flags.load_model(args, "server")
+        return None
     try:
         template = Path(args.chat_template).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -279,7 +284,7 @@ def _load(
             f"{system_reason(error)}",
             "chat_template",
         ) from error
-    return flags.load_model(args, "server", {"chat_template": template})
+    return {"chat_template": template}
 
 
 def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
@@ -341,12 +346,16 @@ def _prepare_adapters(
     for name in set(names).intersection(model_names):
         what = f"[server] adapters: {shown(name)} is the name of the model; choose another one"
         raise ArgumentError(what, "adapters")
-    if folder is None:
-        return
-    if not Path(folder).is_dir():
+    if folder is not None and not Path(folder).is_dir():
         raise ArgumentError(f"[server] adapters_dir: no folder {shown(folder)}", "adapters_dir")
-    if options["max_adapters"] is None:
-        options["max_adapters"] = max(DEFAULT_MAX_ADAPTERS, len(names))
+    options["max_adapters"] = max_adapters_of({**options, "adapters_dir": folder})
+
+
+def max_adapters_of(flags: Mapping[str, Any]) -> int:
+    """The most adapters that a server with these flags has at once."""
+    given: int | None = flags.get("max_adapters")
+    least = 0 if flags.get("adapters_dir") is None else DEFAULT_MAX_ADAPTERS
+    return max(len(flags.get("adapters", ())), least) if given is None else given
 
 
 def name_of(model: str | None) -> str:

@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
+from helpers.hybrid_folders import make_hybrid_folder
 from helpers.several_models import flags_of, post, residency_of, write_models
 
 from mlx_paged import LLM, SamplingParams
@@ -90,6 +92,23 @@ def test_an_agents_session_goes_on_after_two_swaps_and_a_kill(tmp_path: Path):
             history.append(message)
             assert alone.chat(history, params)[0].outputs[0].text == answer
             history.append({"role": "assistant", "content": answer})
+
+
+@pytest.mark.slow
+def test_recurrent_states_come_back_after_a_swap(tmp_path: Path):
+    models = write_models(tmp_path, ["other"])
+    models["first"] = make_hybrid_folder(tmp_path / "first", "falcon_h1")
+
+    async def main(sockets: Path) -> None:
+        residency = residency_of(models, 1, sockets, "--cache-dir", str(tmp_path / "kv"))
+        agent, other = Agent(residency, "first"), Agent(residency, "other")
+        await agent.turn()
+        await other.turn()
+        assert await agent.turn() <= MAX_RECOMPUTED < agent.num_cached
+        await residency.close()
+
+    with tempfile.TemporaryDirectory() as sockets:
+        asyncio.run(main(Path(sockets)))
 
 
 def test_needs_are_computed_without_the_weights(tmp_path: Path):

@@ -425,6 +425,22 @@ def test_kv_that_a_process_does_not_give_back_stay_its_own():
     run(main())
 
 
+def test_a_process_that_does_not_answer_keeps_its_kv_and_holds_up_no_other_for_long():
+    world = World(1200 * MB)
+    a = world.add("a")
+    world.add("b")
+    residency = world.residency()
+
+    async def main() -> None:
+        await ask(residency, "a")
+        a.shrink = lambda kv_nbytes: asyncio.sleep(10**6)  # type: ignore[assignment,method-assign]
+        begin = PlantedLoop.now
+        await ask(residency, "b", 1)
+        assert world.log[-2:] == ["stop a", "load b"] and PlantedLoop.now < begin + 60
+
+    run(main())
+
+
 def test_a_budget_that_the_user_has_chosen_is_neither_more_nor_less():
     world = World(3000 * MB)
     chosen = Need(100 * MB, 0, 150 * MB, 150 * MB)

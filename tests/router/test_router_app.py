@@ -47,6 +47,9 @@ class ToldProcess:
         self.may_load.set()
         self.seen: list[tuple[bytes, dict[bytes, bytes], bytes]] = []
 
+    async def measure(self) -> Need:
+        return Need(1, 1, 1)
+
     async def start(self, kv_cache_bytes: int) -> None:
         self.state = "loading"
         await self.may_load.wait()
@@ -77,10 +80,7 @@ def one() -> ToldProcess:
 
 
 def app_of(*processes: ToldProcess, is_loopback: bool = True, **settings: Any) -> RouterApp:
-    async def measured() -> Need:
-        return Need(1, 1, 1)
-
-    residents = [Resident(each, measured, 60) for each in processes]  # type: ignore[arg-type]
+    residents = [Resident(each, 60) for each in processes]  # type: ignore[arg-type]
     residency = Residency(residents, 10**12, lambda weights, more: 10**12 - weights - more)
     return RouterApp(Router(residency), ServerSettings(**settings), is_loopback)
 
@@ -99,7 +99,7 @@ def test_a_request_is_passed_on_as_it_came_without_what_is_for_the_router(url, o
     assert answer.headers["x-request-id"] == "mine"
     [(target, passed, content)] = one.seen
     assert (target, content) == (b"/v1/completions?a=%20b", body)
-    assert passed[b"x-mlx-paged-user"] == b'["-", null, true]'
+    assert passed[b"x-mlx-paged-user"] == b'["-", null, true, null, true]'
     assert passed[b"x-request-id"] == b"mine" and passed[b"x-other"] == b"y"
     assert not passed.keys() & {b"authorization", b"host"}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,8 +64,8 @@ def test_several_models_have_their_flags_from_the_line_the_file_and_their_sectio
     assert list(models) == ["a/first", "b/third", "second"]
     names = ("model", "served_model_name", "kv_cache_bytes", "keep_alive", "pin", "seed")
     assert [[flags[name] for name in names] for flags in models.values()] == [
-        ["a/first", ["a/first"], "1G", "-1", False, 3],
-        ["b/third", ["b/third"], "1G", "-1", False, 3],
+        ["a/first", ["a/first"], "1G", None, False, 3],
+        ["b/third", ["b/third"], "1G", None, False, 3],
         ["~/models/second", ["second", "other", "s"], "2G", "60", True, 3],
     ]
     for flags in models.values():
@@ -109,6 +111,7 @@ def test_mistakes_in_the_file_are_one_line_that_says_where(
         (["--config", "/no/file"], "--config '/no/file' can't be read: No such file"),
         (["--models-dir", "/no/folder"], "--models-dir '/no/folder' has no model"),
         (["--model", "a/b", "--model", "c/a/../a/b", "a/b"], "two have the name 'a/b'"),
+        (["--model", "a", "--keep-alive", "5m"], "--keep-alive is for several models, or for one"),
         (["--model", "a", "b", "--served-model-name", "x"], "--served-model-name is for one model"),
     ],
 )
@@ -154,3 +157,12 @@ def test_rights_that_are_wrong_are_refused(text: str, models: list[str], said: s
     with pytest.raises(ArgumentError, match=said.replace("'", ".")) as raised:
         read_api_keys([text], models=models)
     assert "sesame" not in str(raised.value)
+
+
+def test_the_router_imports_no_code_of_models():
+    probe = (
+        "import sys; from mlx_paged.router import app, program, residency\n"
+        "print({'mlx_lm', 'transformers', 'mlx_paged.engine.engine'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr

@@ -202,7 +202,7 @@ def test_flags_make_room_for_adapters(folder: Path):
         return options
 
     adapter, root = f"a={folder / 'adapters/a'}", str(folder / "adapters")
-    assert options_of("--adapter", adapter)["max_adapters"] is None
+    assert options_of("--adapter", adapter)["max_adapters"] == 1
     assert options_of("--adapter", adapter, "--adapters-dir", root)["max_adapters"] == 8
     assert options_of("--adapters-dir", root, "--max-adapters", "3")["max_adapters"] == 3
     with pytest.raises(ArgumentError, match="'demo' is the name of the model"):

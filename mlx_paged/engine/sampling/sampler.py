@@ -31,6 +31,7 @@ from mlx_paged.engine.scheduling.batch import Scheduled
 from mlx_paged.errors import ArgumentError, RequestError, request_error
 from mlx_paged.ops.metadata import rounded_up
 from mlx_paged.options.argument_values import kind_of
+from mlx_paged.options.sampling_declarations import MAX_LOGPROBS
 from mlx_paged.request import Logprob
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -76,7 +77,9 @@ def report_logprobs(
     logprobs = log_softmax(logits)
     chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)
     ranks = 1 + (logprobs > chosen).sum(axis=-1)
-    num_top = min(max(num_wanted), logprobs.shape[-1])
+    # The same number for all rows: which of equally likely tokens are among the first must not
+    # depend on what other requests want.
+    num_top = min(MAX_LOGPROBS if any(num_wanted) else 0, logprobs.shape[-1])
     top_ids = mx.argpartition(-logprobs, kth=max(num_top - 1, 0), axis=-1)[:, :num_top]
     top = mx.take_along_axis(logprobs, top_ids, axis=-1)
     return LogprobReport(tokens, chosen[:, 0], ranks, top_ids, top, num_wanted)
@@ -257,7 +260,7 @@ def _draw_with_settings(
         processed, peaks = _run_processors(processed, completions, changed, failed)
     processed = force_tokens(processed, completions, [state.thinking_budget for state in states])
     tokens = _draw(processed, states, positions).astype(mx.int32)
-    drawn = _run_samplers(processed, tokens, completions, failed)
+    drawn = _run_samplers(processed, tokens, completions, states, failed, logits.dtype)
     report = _report_logprobs(logits, tokens, completions)
     return SampledTokens(
         completions, tokens, failed, changed, peaks, drawn, report, processed, positions
@@ -363,10 +366,16 @@ def _run_samplers(
     logits: mx.array,
     tokens: mx.array,
     completions: Sequence[Completion],
+    states: Sequence[SamplingState],
     failed: dict[int, Exception],
+    dtype: mx.Dtype,
 ) -> dict[int, mx.array]:
     """Replace ``tokens`` of requests with their own samplers, and return these tokens by entry.
     Errors are put into ``failed``.
+
+    Args:
+        dtype: of the model's logits, in which a row is passed on unless its own request has
+            changed it.
     """
     drawn: dict[int, mx.array] = {}
     last_token = logits.shape[-1] - 1
@@ -375,6 +384,8 @@ def _run_samplers(
         if sampler is None or entry in failed:
             continue
         row = logits[entry : entry + 1]
+        if states[entry].penalties is None and not states[entry].may_leave_nothing:
+            row = row.astype(dtype)  # Exact: others have made it float32.
         logprobs = row - mx.logsumexp(row, axis=-1, keepdims=True)  # as in mlx-lm, in this dtype
         is_first = not completion.num_output_tokens
         if len(completions) > 1 or is_first:

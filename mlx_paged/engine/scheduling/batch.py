@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from mlx_paged.core import BlockCopy, BlockLoad, KeyShift
 from mlx_paged.engine.request import PENDING_TOKEN, Completion
@@ -58,6 +58,9 @@ class SwapIn(NamedTuple):
 
 
 Transfer: TypeAlias = SwapOut | CopyBlocks | ShiftKeys | SwapIn
+# What a step may hold: anything; or, in a deterministic engine, one chunk of a prompt, or only
+# rows of requests whose prompts are computed.
+Taken: TypeAlias = Literal["all", "chunk", "rows"]
 
 
 @dataclass(slots=True)
@@ -72,6 +75,7 @@ class Batch:
     only: Completion | None = field(default=None, compare=False)  # no other request may run
     # Planned before the tokens of the previous step were read.
     is_ahead: bool = field(default=False, compare=False)
+    takes: Taken = field(default="all", compare=False)
     # Requests that don't fit in this step, while those of some other users are still admitted.
     passed: Sequence[Completion] = field(default=(), compare=False)
     scheduled: list[Scheduled] = field(default_factory=list)
@@ -84,6 +88,11 @@ class Batch:
     # previous step is added when that token is known.
     new_block_ids: set[int] = field(default_factory=set)
     hit_block_ids: set[int] = field(default_factory=set)  # found by the admitted requests
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has its chunk, beside which nothing else runs."""
+        return self.takes == "chunk" and bool(self.scheduled)
 
     @property
     def transfers(self) -> list[Transfer]:

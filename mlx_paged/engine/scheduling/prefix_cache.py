@@ -90,6 +90,10 @@ class PrefixCache:
         self._manager = manager
         self._swap_space = swap_space
         self._block_size = manager.pool.block_size
+        # What a hit is a multiple of: in a deterministic engine whole chunks, of which others may
+        # read the blocks. Those of an answer have other bits than a prompt's, and are its own.
+        size = config.max_num_batched_tokens if config.deterministic else self._block_size
+        self._hit_size = size
         is_enabled = config.enable_prefix_caching
         self._last_sequence = unshared if is_enabled else None
         self._finds_blocks = is_enabled and unshared is None
@@ -101,8 +105,7 @@ class PrefixCache:
         hit, num_cached = NOTHING_COMPUTED, 0
         if self._finds_blocks:
             self._hash_blocks(completion)
-            num_tokens = _num_findable_tokens(completion)
-            hit = self._manager.get_computed_blocks(completion.block_hashes, num_tokens)
+            hit = self._longest_hit(completion)
             num_cached = hit.num_tokens
         elif self._last_sequence is not None and completion.request.pooling is None:
             self._hash_blocks(completion)
@@ -197,9 +200,26 @@ class PrefixCache:
         self.forget_last()
         self.history.clear()
 
+    def _longest_hit(self, completion: Completion) -> ComputedBlocks:
+        """The longest hit of whole chunks: a chunk may be evicted in part."""
+        num_tokens, hashes = _num_findable_tokens(completion), completion.block_hashes
+        hit = self._manager.get_computed_blocks(hashes, num_tokens)
+        while num_beyond := hit.num_tokens % self._hit_size:
+            hashes = hashes[: (hit.num_tokens - num_beyond) // self._block_size]
+            hit = self._manager.get_computed_blocks(hashes, num_tokens)
+        return hit
+
     def _hash_blocks(self, completion: Completion) -> None:
+        """Hash the full blocks; of a deterministic engine, those of whole chunks of the prompt
+        before its last token, which is computed in any case.
+        """
         token_ids = completion.token_ids
-        if completion.awaits_token:
+        if self._hit_size > self._block_size:
+            num_tokens = (completion.num_prompt_tokens - 1) // self._hit_size * self._hit_size
+            if len(completion.block_hashes) == num_tokens // self._block_size:
+                return
+            token_ids = token_ids[:num_tokens]
+        elif completion.awaits_token:
             if len(completion.block_hashes) == (len(token_ids) - 1) // self._block_size:
                 return
             token_ids = token_ids[:-1]

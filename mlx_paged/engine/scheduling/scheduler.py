@@ -26,6 +26,7 @@ from mlx_paged.engine.scheduling.batch import (
     ShiftKeys,
     SwapIn,
     SwapOut,
+    Taken,
 )
 from mlx_paged.engine.scheduling.prefix_cache import FoundPrefix, PrefixCache, SwapSpace
 from mlx_paged.engine.scheduling.request_queues import RequestQueues, place_of
@@ -36,7 +37,7 @@ from mlx_paged.engine.speculation.speculation import (
     Verification,
     add_drafts,
 )
-from mlx_paged.options.config import SchedulerConfig
+from mlx_paged.options.config import MAX_RUN_TOKENS, SchedulerConfig
 from mlx_paged.request import SeqId, StopReason
 
 if TYPE_CHECKING:  # The scheduler imports no arrays.
@@ -125,6 +126,7 @@ class Scheduler:
         self._tier_cache = tier
         self._block_size = manager.pool.block_size
         self._max_num_tokens = 0  # of one request, in the newest step
+        self._turns: tuple[Taken, ...] = ("chunk", "rows") if config.deterministic else ("all",)
 
     @property
     def max_num_blocks(self) -> int:
@@ -205,11 +207,28 @@ class Scheduler:
         max_more, limits = self.speculation.max_more, self.limits
         budget = token_budget(budgets or limits, limits, running, max_more, queues.are_shared)
         plan = Batch(budget, MAX_SCORED_ROWS, only, is_ahead)
-        urgent = self._first_urgent() if only is None else None
+        for takes in self._turns:
+            plan.takes = takes
+            if takes != "all":
+                plan.token_budget = limits.prefill if takes == "chunk" else limits.mixed
+            self._fill(plan)
+            if plan.scheduled:
+                break
+        # A chunk and the rows of others take turns, so that neither waits for long.
+        self._turns = tuple(sorted(self._turns, key=lambda turn: turn == plan.takes))
+        queues.count_step()
+        return plan
+
+    def _fill(self, plan: Batch) -> None:
+        """Add what it takes to a step: first of the running requests, then of waiting ones."""
+        running, manager, queues = self.running, self.manager, self._queues
+        only, is_ahead = plan.only, plan.is_ahead
+        may_admit = plan.takes != "rows"
+        urgent = self._first_urgent() if only is None and may_admit else None
         # A decode takes at most one block. The pool grows once, before cached blocks are evicted.
         self.cache.make_room(len(running) * len(manager.retentions))
         index = 0
-        while index < len(running):
+        while index < len(running) and not plan.is_full:
             completion = running[index]
             if urgent is not None and place_of(urgent) < place_of(completion):
                 # At its place in the order: the requests before it are scheduled.
@@ -220,11 +239,13 @@ class Scheduler:
                 continue
             num_new_tokens = len(completion.token_ids) - completion.num_computed_tokens
             # 0 if the token that it awaits is its last one.
-            if num_new_tokens == 0 or (only is not None and completion is not only):
+            is_other = only is not None and completion is not only
+            if num_new_tokens == 0 or is_other or not self._takes(plan, completion):
                 index += 1
                 continue
             if num_new_tokens > 1:
-                num_after = 0 if only is not None else len(running) - index - 1
+                is_alone = only is not None or plan.takes == "chunk"
+                num_after = 0 if is_alone else len(running) - index - 1
                 num_new_tokens = self._next_chunk(plan, completion, num_after)
             copies = manager.allocate_slots(completion.seq_id, num_new_tokens)
             if copies is not None:
@@ -239,10 +260,9 @@ class Scheduler:
             else:
                 self._finish_unfit(plan, completion)
         if not plan.preempted:
-            self._admit_waiting(plan)
+            if may_admit:
+                self._admit_waiting(plan)
             add_drafts(plan, self.speculation, manager, self.config.max_model_len)
-        queues.count_step()
-        return plan
 
     def schedule_ahead(
         self, awaited: Iterable[Completion], budgets: TokenBudgets | None = None
@@ -312,6 +332,8 @@ class Scheduler:
         num_new_tokens = min(num_new_tokens, self._max_chunk(plan, completion))
         num_needed = self.manager.num_needed_blocks(completion.seq_id, num_new_tokens)
         self.cache.make_room(num_needed + num_after)
+        if plan.takes == "chunk":
+            return num_new_tokens  # Never a part of it.
         num_left_blocks = num_after * len(self.manager.retentions)
         return self.manager.max_fitting(completion.seq_id, num_new_tokens, num_left_blocks)
 
@@ -354,7 +376,7 @@ class Scheduler:
         ):
             return False
         # A token of the budget is left to each request after it.
-        num_left = len(self.running) - index - len(preempted)
+        num_left = len(self.running) - index - len(preempted) if plan.takes == "all" else 0
         if plan.token_budget <= num_left:
             return False
         for completion in preempted:
@@ -372,6 +394,8 @@ class Scheduler:
         if self._tier_cache is not None:
             self._tier_cache.prefetch(queues.in_turn(), queues, self._prefix_cache)
         while self.waiting and plan.token_budget > 0 and num_running < max_num_seqs:
+            if plan.is_full:
+                return
             completion = plan.only or self._first_ready(queues.in_turn(plan.passed))
             # ``plan.only`` may run already, or have just ended.
             if completion is None or completion.is_finished or completion.seq_id in tables:
@@ -406,6 +430,8 @@ class Scheduler:
         num_new_blocks += computed.num_loaded_blocks
         self.cache.make_room(num_new_blocks, completion.num_seqs, computed.num_free_blocks)
         num_fitting = self.manager.max_fitting(completion.seq_id, num_slots, num_left, computed)
+        if plan.takes == "chunk" and num_fitting < num_slots:
+            return False
         copies = self.manager.allocate_slots(completion.seq_id, num_fitting, computed)
         if copies is None:
             return False
@@ -428,9 +454,15 @@ class Scheduler:
         self, plan: Batch, completion: Completion, computed: ComputedBlocks = NOTHING_COMPUTED
     ) -> int:
         """The most tokens of a request in a step, limited by its windows and, for log-probabilities
-        of the prompt, by the rows of logits.
+        of the prompt, by the rows of logits; in a deterministic engine, by its chunk or run, too.
         """
         max_run = self.manager.max_run(completion.seq_id, computed)
+        if plan.takes != "all":
+            num_computed = completion.num_computed_tokens + computed.num_tokens
+            num_left = completion.num_prompt_tokens - num_computed
+            size = self.limits.prefill
+            chunk = min(size - num_computed % size, num_left)
+            max_run = min(max_run, chunk if num_left > 0 else MAX_RUN_TOKENS)
         if completion.num_unscored_tokens:
             max_run = min(max_run, max(1, plan.scored_rows_budget))
         return max_run
@@ -461,6 +493,12 @@ class Scheduler:
             plan.copies += [ShiftKeys(group, shift) for group, shift in shifts]
         if end % self._block_size < num_new_tokens:  # A block was filled.
             plan.new_block_ids.update(self._prefix_cache.cache_blocks(completion))
+
+    @staticmethod
+    def _takes(plan: Batch, completion: Completion) -> bool:
+        """Whether a step may hold the next tokens of a running request."""
+        is_chunk = completion.num_computed_tokens < completion.num_prompt_tokens
+        return plan.takes == "all" or is_chunk == (plan.takes == "chunk")
 
     def _finish_unfit(self, plan: Batch, completion: Completion) -> None:
         """End a request that does not fit, where no other request could free blocks, because the

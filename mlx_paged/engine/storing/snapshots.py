@@ -69,6 +69,7 @@ class Snapshots:
         finds_prefixes: whether prefix caching is enabled.
         ranks: among which the model is split.
         matmul: of :func:`code_of`.
+        is_deterministic: whether K/V that other code may have computed are refused.
     """
 
     def __init__(
@@ -80,10 +81,12 @@ class Snapshots:
         finds_prefixes: bool,
         ranks: Ranks,
         matmul: str,
+        is_deterministic: bool = False,
     ):
         self._model, self._identities = model, identities
         self._cache, self._manager = cache, manager
         self._finds_prefixes, self._ranks, self._matmul = finds_prefixes, ranks, matmul
+        self._is_deterministic = is_deterministic
 
     @cached_property
     def facts(self) -> KVFacts:
@@ -269,6 +272,12 @@ class Snapshots:
         hashes = hash_token_blocks(token_ids, config.block_size, extra_keys)
         headers = prefix_headers(config, token_ids, hashes)
         is_foreign = file.is_foreign
+        if is_foreign and self._is_deterministic:
+            raise SnapshotError(
+                file.file,
+                "holds K/V of which it is not known that this deterministic engine would compute "
+                "the same bits; use one that such an engine has saved",
+            )
         checkpoint = None if state is None else Checkpoint(hashes[-1], state, is_foreign)
         return Prefix(token_ids, headers, file.tier(headers), checkpoint, is_foreign)
 

@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, Iterable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
@@ -18,6 +18,7 @@ from mlx_paged.server.generations import Answer, AnswerBlock, BlockEvent, Genera
 from mlx_paged.server.http.sse import LineStream
 from mlx_paged.server.ollama import models
 from mlx_paged.server.ollama.body import (
+    EmbeddingFields,
     EmbeddingsRequest,
     EmbedRequest,
     GenerateRequest,
@@ -29,8 +30,6 @@ from mlx_paged.server.openai.answers import TokenNames, chat_logprobs
 from mlx_paged.server.pooling import read_inputs
 from mlx_paged.server.prompt_threads import Work
 from mlx_paged.server.routes import ApiRoute, Renderer, RequestContext
-
-E = TypeVar("E", bound=EmbedRequest | EmbeddingsRequest)
 
 
 async def answer(context: RequestContext[OllamaFields]) -> Response:
@@ -137,9 +136,21 @@ def _new(each: BlockEvent) -> AnswerBlock | None:
     return AnswerBlock(block.index, block.kind, None, [text]) if what == "delta" else None
 
 
-async def embed(context: RequestContext[EmbedRequest]) -> Response:
+async def embed(context: RequestContext[EmbeddingFields]) -> Response:
     """The embeddings of texts, in Ollama's form."""
-    body, outputs = await _embedded(context)
+
+    def read(work: Work) -> tuple[EmbeddingFields, list[Generation]]:
+        body = context.read_body()
+        body.model_name(context.service)
+        options: Any = {"dimensions": body.dimensions or None, "truncates": body.truncate}
+        return body, read_inputs(work, context, body.inputs, **options) if body.inputs else []
+
+    body, generations = await context.run_in_tokenizer_pool(read)
+    outputs: list[RequestOutput] = []
+    if generations:
+        outputs = await context.service.pooled(generations, context.request_id)
+    if isinstance(body, EmbeddingsRequest):
+        return JSONResponse({"embedding": outputs[0].pooled if outputs else []})
     end = {
         "model": body.model_name(context.service),
         "total_duration": round(1e9 * (time.perf_counter() - context.start)),
@@ -154,31 +165,6 @@ async def embed(context: RequestContext[EmbedRequest]) -> Response:
     return Response(text, media_type="application/json")
 
 
-async def embeddings(context: RequestContext[EmbeddingsRequest]) -> Response:
-    """The embedding of a text, in Ollama's older form."""
-    _, outputs = await _embedded(context)
-    return JSONResponse({"embedding": outputs[0].pooled if outputs else []})
-
-
-async def _embedded(context: RequestContext[E]) -> tuple[E, list[RequestOutput]]:
-    def read(work: Work) -> tuple[E, list[Generation]]:
-        body = context.read_body()
-        body.model_name(context.service)
-        if not body.inputs:
-            return body, []
-        dimensions, truncates = None, True
-        if isinstance(body, EmbedRequest):
-            dimensions, truncates = body.dimensions or None, body.truncate
-        return body, read_inputs(
-            work, context, body.inputs, dimensions=dimensions, truncates=truncates
-        )
-
-    body, generations = await context.run_in_tokenizer_pool(read)
-    if not generations:
-        return body, []
-    return body, await context.service.pooled(generations, context.request_id)
-
-
 ROUTES = [
     ApiRoute("/api/version", models.version),
     ApiRoute("/api/tags", models.tags),
@@ -187,6 +173,6 @@ ROUTES = [
     ApiRoute("/api/chat", answer, OllamaChatRequest),
     ApiRoute("/api/generate", answer, GenerateRequest),
     ApiRoute("/api/embed", embed, EmbedRequest),
-    ApiRoute("/api/embeddings", embeddings, EmbeddingsRequest),
+    ApiRoute("/api/embeddings", embed, EmbeddingsRequest),
     *(ApiRoute(path, models.refuse, methods=(method,)) for path, method in REFUSED.items()),
 ]

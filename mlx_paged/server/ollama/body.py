@@ -11,6 +11,7 @@ from abc import abstractmethod
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from pydantic import BeforeValidator, Field
 
 from mlx_paged.answers.dialect import Dialect
@@ -86,9 +87,8 @@ OPTIONS = {
 """The names of options, with those of the sampling parameters that they set."""
 
 
-def capabilities_of(service: Service) -> list[str]:
-    """What the model can do, in Ollama's words."""
-    tokenizer = service.tokenizer
+def capabilities_of(tokenizer: TokenizerWrapper) -> list[str]:
+    """What a model that generates text can do, in Ollama's words."""
     dialect = Dialect.of(tokenizer)
     calls_tools = dialect.calls is not None and TemplateTraits.of(tokenizer).shows_tools
     others = {"tools": calls_tools, "thinking": dialect.reasoning is not None}
@@ -126,7 +126,7 @@ class OllamaFields(Repeated, RequestFields, _WithoutEffect):  # type: ignore[mis
 
     def check_capability(self, name: str, is_asked: bool, service: Service) -> None:
         model = self.model_name(service)
-        if is_asked and name not in capabilities_of(service):
+        if is_asked and name not in capabilities_of(service.tokenizer):
             raise ApiError(400, f"{shown(model)} does not support {name}")
 
     def template_options(self) -> dict[str, Any]:
@@ -266,23 +266,32 @@ class GenerateRequest(OllamaFields):
         return prepare(work, service, job)
 
 
-class EmbedRequest(Repeated, ModelFields, _EmbeddingsWithoutEffect):  # type: ignore[misc]
+class EmbeddingFields(Repeated, ModelFields, _EmbeddingsWithoutEffect):  # type: ignore[misc]
+    """The fields of both bodies of requests for embeddings."""
+
+    dimensions: Annotated[int, Field(ge=0)] = 0
+    truncate: bool = True
+
+    @property
+    @abstractmethod
+    def inputs(self) -> list[str]:
+        """The texts; none if nothing is asked, as by clients that only want the model loaded."""
+
+
+class EmbedRequest(EmbeddingFields):
     """The body of ``POST /api/embed``."""
 
     input: Annotated[list[str], Field(max_length=MAX_INPUTS, fail_fast=True), ONE_OR_MORE] = Field(
         default_factory=list
     )
-    dimensions: Annotated[int, Field(ge=0)] = 0
-    truncate: bool = True
 
     @property
     def inputs(self) -> list[str]:
-        """The texts; none if nothing is asked, as by clients that only want the model loaded."""
         return [] if self.input == [""] else self.input
 
 
-class EmbeddingsRequest(Repeated, ModelFields, _EmbeddingsWithoutEffect):  # type: ignore[misc]
-    """The body of ``POST /api/embeddings``, which is older."""
+class EmbeddingsRequest(EmbeddingFields):
+    """The body of ``POST /api/embeddings``, which is older and has one text."""
 
     prompt: str = ""
 

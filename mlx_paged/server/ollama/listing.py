@@ -22,14 +22,12 @@ _INSTEAD = {
 }
 REFUSED = {f"/api/{name}": "DELETE" if name == "delete" else "POST" for name in _INSTEAD}
 """The paths that change a store of models, and their methods."""
+_TEXTS = ("parent_model", "format", "family", "parameter_size", "quantization_level")
 _UNKNOWN = {
+    "modified_at": "1970-01-01T00:00:00Z",
     "size": 0,
     "digest": "",
-    "details": {
-        **dict.fromkeys(("parent_model", "format", "family", "parameter_size"), ""),
-        "families": [],
-        "quantization_level": "",
-    },
+    "details": {**dict.fromkeys(_TEXTS, ""), "families": []},
 }
 
 
