@@ -120,8 +120,8 @@ class Engine:
             finalizer.atexit = False
         if self.disk_tier is not None:
             self.disk_tier.is_in_use = self.thread.is_alive
-        for files in self.adapters.first:
-            self._load_adapter(files)
+        while self.adapters.first:
+            self._load_adapter(self.adapters.first.pop(0))
 
     def __repr__(self) -> str:
         model, scheduler = self.runner.model, self.scheduler

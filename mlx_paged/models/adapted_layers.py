@@ -23,8 +23,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.nn.layers.base import Module
 
-# Rows in the order of their slots, from which a GPU multiplies the rows of a slot together: as many
-# as in mlx-lm's layers of experts. Fewer, as in decodes, are always multiplied one by one.
+# In a step with a run of at least this many tokens, as in mlx-lm's layers of experts, a GPU
+# multiplies the rows of a slot together if they are in the order of their slots. Those of other
+# steps, such as decodes, are always multiplied one by one, so that mixing changes no bits.
 MIN_SORTED = 64
 
 # The rows of a step
@@ -64,7 +65,7 @@ class AdapterRows:
             return None
         pairs = zip(slots_of_seqs, counts, strict=True)
         slots = [slot for slot, count in pairs for _ in range(count)]
-        is_sorted = len(slots) >= MIN_SORTED and all(map(int.__le__, slots, slots[1:]))
+        is_sorted = max(counts) >= MIN_SORTED and all(map(int.__le__, slots, slots[1:]))
         return cls(mx.array(slots, dtype=mx.uint32), logit_rows, is_sorted)
 
     def at(self, index: mx.array | slice) -> AdapterRows:

@@ -205,7 +205,7 @@ class Adapters:
         model: the model that has them; ``model`` itself if none can be loaded.
         first: those of ``folders``, to be loaded.
         loaded: by name, the least recently used first.
-        lock: held while a name is looked up for a request until that is known to the engine.
+        lock: of ``loaded``; held, too, while the engine takes on a request for one of them.
 
     Raises:
         AdapterError: a folder can't be read or does not fit the model; or a setting does not fit.
@@ -267,9 +267,11 @@ class Adapters:
         if name is None:
             return None
         with self.lock:
-            adapter = self.loaded.pop(name, None)
+            adapter = self.loaded.get(name)
             if adapter is not None:
-                self.loaded[name] = adapter
+                # A new one, because other threads read it without the lock.
+                others = {other: each for other, each in self.loaded.items() if other != name}
+                self.loaded = {**others, name: adapter}
                 return adapter
         names = ", ".join(map(shown, self.loaded)) or "none"
         raise AdapterError(f"there is no adapter {shown(name)}; loaded are {names}")
@@ -297,6 +299,8 @@ class Adapters:
         max_nbytes = HEADER_NBYTES + self._nbytes_of_one(max_rank, mx.float32)
         files = AdapterFiles.read(name, folder, max_nbytes)
         layers = {self._path_of(path, files): each for path, each in files.layers.items()}
+        if len(layers) < len(files.layers):
+            raise AdapterError(f"the adapter in {one_line(files.folder)} targets a layer twice")
         for path, (a, b, _) in layers.items():
             what = f"{path} of the adapter in {one_line(files.folder)}"
             sizes = sizes_of(self._places[path].layer)
@@ -348,7 +352,8 @@ class Adapters:
         for path, wrapped in self._wrapped.items():
             wrapped.put(slot, files.layers.get(path))
         adapter = Adapter(files.name, files.folder, files.rank, self._digest(files), slot)
-        self._slots[slot - 1] = self.loaded[files.name] = adapter
+        with self.lock:
+            self._slots[slot - 1] = self.loaded[files.name] = adapter
         return adapter
 
     def unload(self, name: str) -> None:

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.server.chat_jobs import object_of
+from mlx_paged.server.fields import adapter_of
 from mlx_paged.server.generations import Answer, AnswerBlock, BlockEvent, Generation, parts_of
 from mlx_paged.server.http.sse import LineStream
 from mlx_paged.server.ollama import models
@@ -141,8 +142,12 @@ async def embed(context: RequestContext[EmbeddingFields]) -> Response:
 
     def read(work: Work) -> tuple[EmbeddingFields, list[Generation]]:
         body = context.read_body()
-        body.model_name(context.service)
-        options: Any = {"dimensions": body.dimensions or None, "truncates": body.truncate}
+        adapter = adapter_of(body.model_name(context.service), context.service)
+        options: Any = {
+            "dimensions": body.dimensions or None,
+            "truncates": body.truncate,
+            "options": {"adapter": adapter},
+        }
         return body, read_inputs(work, context, body.inputs, **options) if body.inputs else []
 
     body, generations = await context.run_in_tokenizer_pool(read)
