@@ -133,9 +133,9 @@ def test_a_planted_fault_is_seen(
 
 def test_a_step_has_one_chunk_or_rows_of_those_who_answer(monkeypatch: pytest.MonkeyPatch):
     batches: list[Batch] = []
-    schedule = Scheduler.schedule
+    schedule = scheduler.Scheduler.schedule
     monkeypatch.setattr(
-        Scheduler,
+        scheduler.Scheduler,
         "schedule",
         lambda self, *args, **options: (
             batches.append(schedule(self, *args, **options)) or batches[-1]
@@ -246,7 +246,7 @@ def test_snapshots_of_other_engines_are_refused(tmp_path: Path):
         ({"kv": "basic"}, "kv can't be combined with deterministic: .*use kv='paged'"),
         (
             {"max_num_seqs": 65},
-            "max_num_seqs can't .* and up to 12 rows; at most 12 sequences run",
+            "max_num_seqs can't .* and up to 12 rows; leave it out, or at most 12",
         ),
         ({"max_num_batched_tokens": 2048}, "its steps are chunks of 32 tokens .*leave it out"),
         ({"prefill_step_seconds": 1.0}, "prefill_step_seconds can't be combined"),
