@@ -26,10 +26,9 @@ from helpers.workloads import Ask, Workload
 
 from mlx_paged import LLM
 from mlx_paged.engine import build
-from mlx_paged.engine.scheduling import prefix_cache
+from mlx_paged.engine.scheduling import prefix_cache, scheduler
 from mlx_paged.engine.scheduling.batch import Batch
 from mlx_paged.engine.scheduling.prefix_cache import PrefixCache
-from mlx_paged.engine.scheduling import scheduler
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.deterministic import deterministic_matmul
 from mlx_paged.snapshots import SnapshotError
