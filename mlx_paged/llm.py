@@ -286,6 +286,7 @@ class LLM:
         dimensions: int | None = None,
         *,
         prompt_name: str | None = None,
+        adapter: str | None = None,
         use_tqdm: bool | None = None,
         **unknown: Unpack[NoOptions],
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
@@ -296,13 +297,14 @@ class LLM:
         trained for it say little of a text.
 
         Args:
-            prompts: as of :meth:`generate`. The tokenizer of an embedder appends its end token to
-                texts; token ids are taken as they are.
+            prompts: as of :meth:`generate`. Texts get the end token of an embedder; token ids are
+                taken as they are.
             dimensions: how many numbers of each embedding, the first ones, are kept before it is
                 normalised; ``None`` for all.
             prompt_name: a prompt of the model's ``config_sentence_transformers.json`` that is put
                 before each text, such as ``"query"``; by default what the file says, and ``""`` for
                 none.
+            adapter: the name of a loaded adapter.
             use_tqdm: as of :meth:`generate`.
 
         Raises:
@@ -318,7 +320,8 @@ class LLM:
             params, before = embedder.params(dimensions), embedder.text_before(prompt_name)
             given = split_prompts(prompts)
             return [
-                _PromptRequest(embedder.with_text_before(before, each), params) for each in given
+                _PromptRequest(embedder.prompt(each, before), params, adapter=adapter)
+                for each in given
             ]
 
         outputs = self.engine.share(partial(self._complete, read, use_tqdm, True))
@@ -331,6 +334,7 @@ class LLM:
         /,
         *,
         instruction: str | None = None,
+        adapter: str | None = None,
         use_tqdm: bool | None = None,
         **unknown: Unpack[NoOptions],
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
@@ -339,6 +343,7 @@ class LLM:
         Args:
             queries: one for all documents, or one for each.
             instruction: what makes a document relevant; by default, for a web search.
+            adapter: the name of a loaded adapter.
             use_tqdm: as of :meth:`generate`.
 
         Raises:
@@ -353,7 +358,7 @@ class LLM:
             model, is_declared = self.engine.runner.model, self._task == "score"
             reranker = read_reranker(model, self.tokenizer, is_declared)
             requests = reranker.requests(queries, documents, instruction)
-            return list(itertools.starmap(_PromptRequest, requests))
+            return [_PromptRequest(*each, adapter=adapter) for each in requests]
 
         outputs = self.engine.share(partial(self._complete, read, use_tqdm, True))
         return [_pooled(each, ScoringOutput(score_of(each.pooled or []))) for each in outputs]

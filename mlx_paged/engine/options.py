@@ -163,7 +163,7 @@ def check_deterministic(options: EngineOptions) -> None:
         reason = "MLX's matmul takes other orders for other numbers of rows; leave it out"
         raise _conflict("matmul", reason)
     if given.get("max_num_seqs", 1) > MAX_STEP_ROWS:
-        raise _conflict("max_num_seqs", f"{steps}; at most {MAX_STEP_ROWS} sequences run")
+        raise _conflict("max_num_seqs", f"{steps}; leave it out, or at most {MAX_STEP_ROWS}")
 
 
 def _conflict(name: str, reason: str) -> ArgumentError:

@@ -193,6 +193,15 @@ def test_embeddings_are_preempted_and_recomputed():
     assert_nothing_held(engine)
 
 
+def test_many_embeddings_of_a_user_delay_no_other():
+    engine = make_engine(model_of("native"), max_num_batched_tokens=32, max_num_seqs=4)
+    for number in range(40):
+        engine.add_request(f"a{number}", prompt(60, seed=number), EMBEDDING, user="ann")
+    engine.step()
+    engine.add_request("b", prompt(60, seed=50), EMBEDDING, user="bob")
+    assert list(run(engine)).index("b") < 8
+
+
 def test_an_embedding_is_aborted_between_two_chunks():
     engine = make_engine(model_of("native"), max_num_batched_tokens=64)
     engine.add_request("e", prompt(300), EMBEDDING)
