@@ -106,7 +106,7 @@ def blocks_of_answers_are_hit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chunks_run_beside_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "_takes", staticmethod(lambda plan, completion: True))
+    monkeypatch.setattr(Batch, "may_hold", lambda self, completion: True)
     monkeypatch.setattr(Batch, "is_full", False)
 
 

@@ -69,6 +69,7 @@ def test_without_flags_options_are_the_engines_own_defaults():
     assert own == {
         "backend": "auto",
         "block_size": 16,
+        "deterministic": False,
         "kv": "paged",
         "matmul": "auto",
         "enable_prefix_caching": SchedulerConfig.enable_prefix_caching,

@@ -95,6 +95,18 @@ class Batch:
         return self.takes == "chunk" and bool(self.scheduled)
 
     @property
+    def may_admit(self) -> bool:
+        """Whether waiting requests may begin in it."""
+        return self.takes != "rows"
+
+    def may_hold(self, completion: Completion) -> bool:
+        """Whether it may have the next tokens of a running request."""
+        if self.only is not None and completion is not self.only:
+            return False
+        is_chunk = completion.num_computed_tokens < completion.num_prompt_tokens
+        return self.takes == "all" or is_chunk == (self.takes == "chunk")
+
+    @property
     def transfers(self) -> list[Transfer]:
         """In order: blocks are swapped out before other transfers overwrite them."""
         return [*self.swap_outs, *self.copies]
