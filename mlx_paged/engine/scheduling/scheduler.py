@@ -77,7 +77,8 @@ class Scheduler:
     it is finished at most ``d * priority_steps + (n + 1) * (max_num_seqs + 1) * m`` steps after it
     was added, for a user alone: the first running request advances in each step, so all are
     finished within ``max_num_seqs * m`` steps, after which the first of all is admitted, and takes
-    ``m`` steps. (The time to read from a tier is extra.)
+    ``m`` steps. (The time to read from a tier is extra.) In a deterministic engine, where chunks of
+    prompts and rows of answers take turns, it is twice as many.
 
     Not thread-safe: one thread at a time.
 
