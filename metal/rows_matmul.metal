@@ -108,7 +108,7 @@ if (split == 0) {
     }
     const int row = first_row + i / COLUMNS, column = first_column + i % COLUMNS;
     if (row >= first_new_row && column >= first_new_column) {
-      out[row * num_columns + column] = T(sum);
+      out[uint(row) * uint(num_columns) + uint(column)] = T(sum);
     }
   }
 }

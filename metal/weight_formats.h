@@ -87,9 +87,13 @@ struct Floats<4> {
 };
 
 template <int MODE, int BITS>
-struct Packing : Floats<BITS> {};
+struct NumberOf {
+  using type = Floats<BITS>;
+};
 template <int BITS>
-struct Packing<AFFINE, BITS> : Integers<BITS> {};
+struct NumberOf<AFFINE, BITS> {
+  using type = Integers<BITS>;
+};
 
 // The scale of a group as a float.
 template <int MODE, typename T>
@@ -117,7 +121,7 @@ struct GroupScale<NVFP, T> {
 template <typename T, int MODE, int BITS>
 struct WeightFormat {
   using Scale = typename GroupScale<MODE, T>::Stored;
-  using Number = Packing<MODE, BITS>;
+  using Number = typename NumberOf<MODE, BITS>::type;
   static constant constexpr int CHUNK = BITS == 3 || BITS == 5 ? 32 : 16;
   static constant constexpr int SIZE = CHUNK * BITS / 32;
   struct Load {

@@ -25,6 +25,8 @@ commands:
   list        list the models on this machine, and whether they fit
   pull        download a model, or the rest of it
   rm          remove a downloaded model
+  ps          list the models of a running server
+  stop        have a server of several models unload one
   cache       inspect and maintain a folder of K/V blocks (--cache-dir)
   service     have the system run a server: service install [flags of serve]
   completion  print what completes these commands: completion bash, zsh or fish
@@ -71,8 +73,10 @@ COMMANDS = {
     "list": ("mlx_paged.cli.fit.program", "main_of_list", "setup_list_parser"),
     "pull": ("mlx_paged.cli.models", "main_of_pull", "setup_pull_parser"),
     "rm": ("mlx_paged.cli.models", "main_of_rm", "setup_rm_parser"),
+    "ps": ("mlx_paged.router.client", "main_of_ps", "setup_ps_parser"),
+    "stop": ("mlx_paged.router.client", "main_of_stop", "setup_stop_parser"),
     "cache": ("mlx_paged.cli.cache.program", "main", "setup_arg_parser"),
-    "service": ("mlx_paged.cli.service", "main", "setup_arg_parser"),
+    "service": ("mlx_paged.router.system_service", "main", "setup_service_parser"),
     "completion": ("mlx_paged.cli.completion", "main", "setup_arg_parser"),
 }
 
@@ -83,8 +87,6 @@ ELSEWHERE = {
     "server": "type {prog} serve {rest}",
     **dict.fromkeys(("download", "get"), "type {prog} pull {rest}"),
     **dict.fromkeys(("ls", "models"), "type {prog} list"),
-    "ps": "type curl http://127.0.0.1:8000/v1/models, which a server answers while it runs",
-    "stop": "a server ends with Ctrl-C, or with kill and its process id",
     **dict.fromkeys(("remove", "delete"), "type {prog} rm {rest}"),
     "show": "type {prog} fit {rest}",
 }

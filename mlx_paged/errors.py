@@ -167,6 +167,13 @@ def forget_frames(error: BaseException, where: str | None = None) -> None:
         link = link.__cause__ or link.__context__
 
 
+class AdapterError(ArgumentError):
+    """There is no such adapter, or it can't be loaded; the message is one line."""
+
+    def __init__(self, what: str):
+        super().__init__(f"[adapters] {what}", "adapter")
+
+
 class EngineStoppedError(RuntimeError):
     """The engine was shut down, or stopped by a failure, which is then the ``__cause__``."""
 

@@ -30,6 +30,7 @@ from mlx_paged.errors import (
 )
 from mlx_paged.loading import load_draft_model, load_for
 from mlx_paged.loading.pooling import read_embedder, read_reranker, score_of
+from mlx_paged.models.adapters import Adapter
 from mlx_paged.options.argument_values import (
     BOOL,
     Domain,
@@ -49,6 +50,7 @@ from mlx_paged.options.sampling_params import (
     Task,
 )
 from mlx_paged.request import (
+    NAME,
     CompletionOutput,
     EmbeddingOutput,
     PoolingRequestOutput,
@@ -70,6 +72,7 @@ class _PromptRequest(NamedTuple):
     params: SamplingParams | PoolingParams | None
     priority: int = 0
     no_store: bool = False
+    adapter: str | None = None
 
 
 class LLM:
@@ -197,6 +200,7 @@ class LLM:
         use_tqdm: bool | None = None,
         priority: Sequence[int] | None = None,
         no_store: bool | Sequence[bool] = False,
+        adapter: str | Sequence[str | None] | None = None,
         raise_on_error: bool = True,
         **unknown: Unpack[NoOptions],
     ) -> list[RequestOutput]:
@@ -211,14 +215,15 @@ class LLM:
                 stderr; by default for 10 prompts or more, on a terminal or in a notebook.
             priority: one for each: a lower one is admitted earlier, and may preempt others.
             no_store: for all, or one for each; see :meth:`Engine.add_request`.
+            adapter: the name of a loaded adapter for all, or one or ``None`` for each.
             raise_on_error: whether a prompt that fails (empty, too long, an invalid grammar, a
                 failing logits processor) ends the call with its error. If False, the prompt's
                 output has the ``error`` and finish reason ``"error"``, and the other prompts are
                 answered.
 
         Raises:
-            ValueError: an argument of the wrong type, or a list of ``sampling_params``, priorities
-                or ``no_store`` whose length is not the number of prompts.
+            ValueError: an argument of the wrong type, or a list of ``sampling_params``, priorities,
+                ``no_store`` or adapters whose length is not the number of prompts.
             Exception: the error of a prompt, raised before anything is computed if it can be
                 known then. The other prompts are aborted, and a note of the error says which prompt
                 failed.
@@ -231,7 +236,9 @@ class LLM:
             refuse_unknown(LLM.generate, unknown)
 
         def read() -> Sequence[_PromptRequest]:
-            return _requests_of(split_prompts(prompts), sampling_params, priority, no_store)
+            return _requests_of(
+                split_prompts(prompts), sampling_params, priority, no_store, adapter
+            )
 
         return self.engine.share(partial(self._complete, read, use_tqdm, raise_on_error))
 
@@ -244,6 +251,7 @@ class LLM:
         use_tqdm: bool | None = None,
         priority: Sequence[int] | None = None,
         no_store: bool | Sequence[bool] = False,
+        adapter: str | Sequence[str | None] | None = None,
         raise_on_error: bool = True,
         **unknown: Unpack[NoOptions],
     ) -> list[RequestOutput]:
@@ -268,7 +276,7 @@ class LLM:
 
         def read() -> Sequence[_PromptRequest]:
             prompts = self._rendered(messages, checked_template_options(chat_template_kwargs))
-            return _requests_of(prompts, sampling_params, priority, no_store)
+            return _requests_of(prompts, sampling_params, priority, no_store, adapter)
 
         return self.engine.share(partial(self._complete, read, use_tqdm, raise_on_error))
 
@@ -278,6 +286,7 @@ class LLM:
         dimensions: int | None = None,
         *,
         prompt_name: str | None = None,
+        adapter: str | None = None,
         use_tqdm: bool | None = None,
         **unknown: Unpack[NoOptions],
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
@@ -288,13 +297,14 @@ class LLM:
         trained for it say little of a text.
 
         Args:
-            prompts: as of :meth:`generate`. The tokenizer of an embedder appends its end token to
-                texts; token ids are taken as they are.
+            prompts: as of :meth:`generate`. Texts get the end token of an embedder; token ids are
+                taken as they are.
             dimensions: how many numbers of each embedding, the first ones, are kept before it is
                 normalised; ``None`` for all.
             prompt_name: a prompt of the model's ``config_sentence_transformers.json`` that is put
                 before each text, such as ``"query"``; by default what the file says, and ``""`` for
                 none.
+            adapter: the name of a loaded adapter.
             use_tqdm: as of :meth:`generate`.
 
         Raises:
@@ -310,7 +320,7 @@ class LLM:
             params, before = embedder.params(dimensions), embedder.text_before(prompt_name)
             given = split_prompts(prompts)
             return [
-                _PromptRequest(before + each if isinstance(each, str) else each, params)
+                _PromptRequest(embedder.prompt(each, before), params, adapter=adapter)
                 for each in given
             ]
 
@@ -324,6 +334,7 @@ class LLM:
         /,
         *,
         instruction: str | None = None,
+        adapter: str | None = None,
         use_tqdm: bool | None = None,
         **unknown: Unpack[NoOptions],
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
@@ -332,6 +343,7 @@ class LLM:
         Args:
             queries: one for all documents, or one for each.
             instruction: what makes a document relevant; by default, for a web search.
+            adapter: the name of a loaded adapter.
             use_tqdm: as of :meth:`generate`.
 
         Raises:
@@ -346,10 +358,18 @@ class LLM:
             model, is_declared = self.engine.runner.model, self._task == "score"
             reranker = read_reranker(model, self.tokenizer, is_declared)
             requests = reranker.requests(queries, documents, instruction)
-            return list(itertools.starmap(_PromptRequest, requests))
+            return [_PromptRequest(*each, adapter=adapter) for each in requests]
 
         outputs = self.engine.share(partial(self._complete, read, use_tqdm, True))
         return [_pooled(each, ScoringOutput(score_of(each.pooled or []))) for each in outputs]
+
+    def load_adapter(self, name: str, folder: str | Path) -> Adapter:
+        """Load a LoRA adapter; see :meth:`Engine.load_adapter`."""
+        return self.engine.load_adapter(name, folder)
+
+    def unload_adapter(self, name: str) -> None:
+        """Refuse further requests for an adapter; see :meth:`Engine.unload_adapter`."""
+        self.engine.unload_adapter(name)
 
     def stats(self) -> EngineStats:
         """Statistics of the K/V pool, the prefix cache, and running and waiting requests."""
@@ -403,6 +423,7 @@ class LLM:
                             each.params,
                             priority=each.priority,
                             no_store=each.no_store,
+                            adapter=each.adapter,
                         )
                     except EngineStoppedError:
                         raise  # No prompt caused it.
@@ -453,6 +474,7 @@ def _requests_of(
     sampling_params: object,
     priority: object,
     no_store: object,
+    adapter: object,
 ) -> list[_PromptRequest]:
     """The arguments of a call, by prompt; an exception stands for a prompt that failed before."""
     num_prompts = len(prompts)
@@ -464,6 +486,7 @@ def _requests_of(
             map(_with_whole_outputs, all_params),
             one_for_each("priority", priority, num_prompts),
             one_for_each("no_store", no_store, num_prompts),
+            one_for_each("adapter", adapter, num_prompts),
         )
     )
 
@@ -542,6 +565,7 @@ _EACH: dict[str, tuple[Domain[Any], str]] = {
     ),
     "priority": (whole(), "a list with a whole number for each prompt"),
     "no_store": (BOOL, "True or False, for all or a list with one for each prompt"),
+    "adapter": (NAME, "a name, for all or a list with one for each prompt"),
 }
 # These are arguments of the functions that render a template, and not variables of it.
 _NO_VARIABLES = {
@@ -557,7 +581,8 @@ def one_for_each(name: str, given: object, num_prompts: int) -> list[Any]:
         ValueError: the list has another length, or a value is invalid.
     """
     domain, what = _EACH[name]
-    if given is None or isinstance(given, SamplingParams | bool):
+    is_one = isinstance(given, str) and name == "adapter"
+    if given is None or is_one or isinstance(given, SamplingParams | bool):
         default = 0 if name == "priority" and given is None else given
         return [_checked(domain, name, default)] * num_prompts
     tolist = getattr(given, "tolist", None)

@@ -129,7 +129,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("options/sampling_declarations.py", "    output_kind: Annotated[", PARAM),
         ("options/engine_options.py", "    swap_bytes: Annotated[", OPTION),
         ("server/settings.py", "    log_prompts: Annotated[", SETTING),
-        ("options/foreign_arguments.py", '    "adapter_path": "lora_request', NAMES),
+        ("options/foreign_arguments.py", '    "adapter_path": "lora_path', NAMES),
     ):
         path = folder / "mlx_paged" / file
         text = path.read_text()
@@ -211,7 +211,7 @@ def test_the_tables_of_the_guide_are_those_of_the_declarations():
         *("docs/guide/cache-tool.md", "docs/guide/chat.md"),
         *("docs/guide/library.md", "docs/guide/options.md"),
         *("docs/guide/restarts.md", "docs/guide/server.md", "docs/guide/server/seeing.md"),
-        "docs/guide/memory.md",
+        *("docs/guide/adapters.md", "docs/guide/memory.md"),
     }
     assert [path for path in pages() if path.read_text() != with_tables(path.read_text())] == []
 

@@ -158,7 +158,7 @@ class Side:
         computed = self._find(hashes, num_prompt)
         num_needed = manager.block_need.num_blocks_to_admit(len(tokens), computed)
         num_given = min(cache.num_blocks_to_shrink_by(1), manager.num_free_blocks - num_needed)
-        num_given = max(num_given, -cache.num_growable_with(1))
+        num_given = max(num_given, -cache.num_growable_blocks(1))
         if num_given > 0:
             manager.shrink_pool(num_given)
             self.nbytes_copied += cache.nbytes_held

@@ -277,14 +277,9 @@ class KVCache(ABC):
             return self._available(self._num_budget_blocks)
         return self._available(self.shared_budget.sizes.max_num_blocks(num_seqs))
 
-    @property
-    def num_growable_blocks(self) -> int:
-        """Blocks that may be added to the pool within the budget."""
-        return self.num_growable_with()
-
-    def num_growable_with(self, num_new_seqs: int = 0) -> int:
-        """Blocks that may be added to the pool while these more sequences run; negative if their
-        recurrent states take some of its blocks.
+    def num_growable_blocks(self, num_new_seqs: int = 0) -> int:
+        """Blocks that may be added to the pool within the budget while these more sequences run;
+        negative if their recurrent states take some of its blocks.
         """
         most = self._num_budget_blocks
         if self.shared_budget is not None:
@@ -303,7 +298,7 @@ class KVCache(ABC):
             num_new_seqs: sequences that begin with these blocks.
             num_found: free blocks of the prefix cache that they begin with, too.
         """
-        most = self.num_growable_with(num_new_seqs)
+        most = self.num_growable_blocks(num_new_seqs)
         num_missing = min(num_blocks - self.pool.num_empty_blocks, most)
         if num_missing <= 0:
             return

@@ -150,7 +150,7 @@ class Sequences:
     def _allocate_slots(self, num_new_tokens: Mapping[SeqId, int]) -> None:
         cache, manager = self.cache, self.manager
         num_needed = sum(manager.num_needed_blocks(seq, n) for seq, n in num_new_tokens.items())
-        if num_needed > cache.pool.num_free_blocks + cache.num_growable_blocks:
+        if num_needed > cache.pool.num_free_blocks + cache.num_growable_blocks():
             raise self._full(f"{sum(num_new_tokens.values())} new tokens need {num_needed}")
         cache.make_room(num_needed)
         for seq, num_new in num_new_tokens.items():
@@ -175,7 +175,7 @@ class Sequences:
     @property
     def _max_num_blocks(self) -> int:
         """Blocks that fit the budget or, if less, the device."""
-        return self.cache.pool.num_usable_blocks + self.cache.num_growable_blocks
+        return self.cache.pool.num_usable_blocks + self.cache.num_growable_blocks()
 
     # Sequences
 

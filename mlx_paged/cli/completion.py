@@ -17,7 +17,7 @@ from mlx_paged.cli.streams import write
 SHELLS = ("bash", "zsh", "fish")
 PROGRAM = "mlx-paged"
 # Flags and positional words whose values are models.
-_OF_MODELS = {"model", "draft_model", "name", "words"}
+_OF_MODELS = {"model", "models", "draft_model", "name", "words"}
 
 
 def setup_arg_parser(prog: str | None = None) -> Parser:

@@ -34,7 +34,8 @@ NO_FOLDER = "none"  # as --cache-dir; a folder of that name is ./none
 # The groups of a program's help, by argument. The program's own flags that are not listed here form
 # another group.
 _GROUPS = {
-    "model": "model tokenizer dtype adapter_path no_generation_config force skip_check backend",
+    "model": """model tokenizer dtype adapter_path adapters max_adapters max_adapter_rank
+        no_generation_config force skip_check backend""",
     "answers": "seed deterministic system_prompt no_thinking",  # and the sampling parameters
     "memory and context": """kv_cache_bytes max_model_len kv_format window num_sink_tokens
         wired_limit preallocate block_size kv swap_bytes""",

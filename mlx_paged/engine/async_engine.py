@@ -29,6 +29,7 @@ from mlx_paged.engine.thread import (
     StuckStepError,
 )
 from mlx_paged.errors import ArgumentError, EngineStoppedError
+from mlx_paged.models.adapters import Adapter
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.options.engine_options import EngineOptions
 from mlx_paged.options.foreign_arguments import refuse_unknown
@@ -106,8 +107,8 @@ class AsyncEngine:
 
         Args:
             request_id: for :meth:`abort`; must not be in use. By default a new one.
-            options: ``priority``, ``cache_salt``, ``no_store``, ``user`` and ``token_rules`` of
-                :meth:`Engine.add_request`.
+            options: ``priority``, ``cache_salt``, ``no_store``, ``user``, ``adapter`` and
+                ``token_rules`` of :meth:`Engine.add_request`.
 
         Raises:
             ValueError, PromptTooLongError: as :meth:`Engine.add_request`.
@@ -224,19 +225,34 @@ class AsyncEngine:
         """Free K/V memory that no running request needs; see :meth:`Engine.shrink`."""
         return self.engine.shrink()
 
+    def load_adapter(self, name: str, folder: str | Path) -> Adapter:
+        """Load a LoRA adapter; see :meth:`Engine.load_adapter`."""
+        return self.engine.load_adapter(name, folder)
+
+    def unload_adapter(self, name: str) -> None:
+        """Refuse further requests for an adapter; see :meth:`Engine.unload_adapter`."""
+        self.engine.unload_adapter(name)
+
     def set_budget(self, nbytes: int) -> int:
         """Change the budget of K/V; see :meth:`Engine.set_budget`."""
         return self.engine.set_budget(nbytes)
 
     def save_snapshot(
-        self, path: str | Path, token_ids: Sequence[int], *, cache_salt: str | None = None
+        self,
+        path: str | Path,
+        token_ids: Sequence[int],
+        *,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> int:
         """Write the K/V of a conversation to a file; see :meth:`Engine.save_snapshot`."""
-        return self.engine.save_snapshot(path, token_ids, cache_salt=cache_salt)
+        return self.engine.save_snapshot(path, token_ids, cache_salt=cache_salt, adapter=adapter)
 
-    def load_snapshot(self, path: str | Path, *, cache_salt: str | None = None) -> list[int]:
+    def load_snapshot(
+        self, path: str | Path, *, cache_salt: str | None = None, adapter: str | None = None
+    ) -> list[int]:
         """Load the K/V of a file into the prefix cache; see :meth:`Engine.load_snapshot`."""
-        return self.engine.load_snapshot(path, cache_salt=cache_salt)
+        return self.engine.load_snapshot(path, cache_salt=cache_salt, adapter=adapter)
 
     def shutdown(self, timeout: float | None = None) -> bool:
         """Abort all requests, write the blocks that are queued for ``cache_dir``, for a few seconds

@@ -16,12 +16,17 @@ from mlx_paged.core.tier import GuardedTier, Tier
 from mlx_paged.distributed import Ranks, join_ranks, smallest_budget
 from mlx_paged.engine.input_processor import as_tokenizer
 from mlx_paged.engine.model_runner import ModelRunner
-from mlx_paged.engine.options import DiskTierOptions, checked_options, split_options, tier_of
+from mlx_paged.engine.options import (
+    DiskTierOptions,
+    OwnOptions,
+    checked_options,
+    split_options,
+    tier_of,
+)
 from mlx_paged.engine.reports import Latencies, Reports
 from mlx_paged.engine.scheduling.prefix_cache import SwapSpace
 from mlx_paged.engine.scheduling.request_queues import num_seqs
 from mlx_paged.engine.scheduling.scheduler import Scheduler
-from mlx_paged.engine.scheduling.step_budget import Budgets, TokenBudgets
 from mlx_paged.engine.speculation.draft_model import (
     DraftModel,
     check_draft_model,
@@ -35,6 +40,7 @@ from mlx_paged.engine.storing.snapshots import Snapshots
 from mlx_paged.engine.storing.tier_cache import TierCache
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.models.activations import activation_nbytes, default_activation_nbytes
+from mlx_paged.models.adapters import Adapters
 from mlx_paged.models.context_length import context_length, context_limit
 from mlx_paged.models.deterministic import deterministic_matmul
 from mlx_paged.models.identity import (
@@ -80,6 +86,7 @@ class EngineParts:
     latencies: Latencies
     reports: Reports
     steps: Steps
+    adapters: Adapters
     run_ahead: bool
     nbytes_activations: int  # peak of a step, an estimate
 
@@ -89,16 +96,13 @@ def build(
     tokenizer: TokenizerWrapper | None,
     draft_model: Module | None,
     options: EngineOptions,
-    run_ahead: bool | None,
-    make_budgets: Callable[[TokenBudgets], Budgets],
+    own: OwnOptions,
 ) -> EngineParts:
     """Make the parts of an engine.
 
     Args:
         options: without those that may differ between ranks.
-        run_ahead: whether a step is launched before the previous one is read; ``None`` means if the
-            cache supports it.
-        make_budgets: makes the object that chooses the budgets of steps, from their limits.
+        own: these.
 
     Raises:
         ArgumentError: options are out of their ranges, or conflict.
@@ -108,9 +112,12 @@ def build(
     checked = check_model(model)
     max_model_len = context_limit(checked.args, options.get("max_model_len"), window)
     draft = check_draft_model(draft_model, checked, kv)
-    all_models = [each for each in (checked, draft) if each is not None]
-    with_kv = [each for each in all_models if each.layer_specs]
+    with_kv = [each for each in (checked, draft) if each is not None and each.layer_specs]
     models = [(each, take_files(each)) for each in with_kv]
+    # What K/V belong to is the model alone, and what runs is the one that has the adapters.
+    adapters = Adapters(checked, own.adapters or {}, own.max_adapters, own.max_adapter_rank)
+    model = checked = adapters.model
+    all_models = [each for each in (checked, draft) if each is not None]
     cache_options, config = split_options(options, max_model_len, draft is not None)
     make_tier = tier_of(options, config, checked)
     tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
@@ -124,7 +131,7 @@ def build(
 
     budget = kv_budget(cache_options.get("kv_cache_bytes"), model, draft_model)
     # Whether the cache can run ahead is not known yet.
-    num_copies = num_state_copies(checked, config, run_ahead is not False)
+    num_copies = num_state_copies(checked, config, own.run_ahead is not False)
     cache = make_engine_cache(model, kv, draft_model, cache_options, num_copies)
     deterministic = config.deterministic
     if deterministic:
@@ -134,7 +141,7 @@ def build(
         states = make_states(checked, cache, config, budget, num_copies, draft)
     whole_run = config.max_num_batched_tokens if deterministic else 1
     manager = KVCacheManager(cache.pool, cache.config.retentions, states, whole_run)
-    run_ahead = cache.can_run_ahead if run_ahead is None else run_ahead
+    run_ahead = cache.can_run_ahead if own.run_ahead is None else own.run_ahead
 
     # Reads all weights, so at most once, and only if it is needed.
     catalogue = None
@@ -199,7 +206,7 @@ def build(
 
     latencies = Latencies(max_model_len)
     reports = Reports(latencies)
-    budgets = make_budgets(scheduler.limits)
+    budgets = own.make_budgets(scheduler.limits)
     steps = Steps(runner, scheduler, reports, latencies, run_ahead, budgets, ranks, disk_tier)
     finds_prefixes = config.enable_prefix_caching
     snapshots = Snapshots(
@@ -231,6 +238,7 @@ def build(
         latencies,
         reports,
         steps,
+        adapters,
         run_ahead,
         nbytes_activations,
     )

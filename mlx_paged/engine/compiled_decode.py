@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx_paged.cache import PagedKVCache
 from mlx_paged.cache.open_decode import DecodeArrays, DecodeShape
 from mlx_paged.cache.paged import PagedLayerKV
+from mlx_paged.models.adapted_layers import AdapterRows, adapter_rows, running_adapters
 from mlx_paged.models.language_model import LanguageModel, wanted_hidden_rows
 from mlx_paged.ops import AttentionPlan, KVHandle, StateStack, StepState, traced_decode
 
@@ -34,9 +35,10 @@ class CompiledDecode:
 
     A decode has some thousand primitives. Building them is the largest part of Python's time in a
     step. ``mx.compile`` traces them once per shape and then builds them in C++. The trace is a pure
-    function: weights, tokens, states, positions, plans, slabs and fences are its inputs; logits,
-    the next fences and the next states are its results. It runs a copy of the model on separate
-    layers, so an exception leaves no partial state. Changed weights are used from the next step on.
+    function: weights, tokens, slots of adapters, states, positions, plans, slabs and fences are its
+    inputs; logits, the next fences and the next states are its results. It runs a copy of the model
+    on separate layers, so an exception leaves no partial state. Changed weights are used from the
+    next step on.
 
     A shape is traced when it has occurred ``NUM_BUILT_FIRST`` times; the ``MAX_TRACES`` most recent
     shapes are kept. The first replay is compared with a decode built in Python. If they differ, or
@@ -76,7 +78,9 @@ class CompiledDecode:
             return None
         try:
             leaves = [] if before is None else before.leaves
-            logits, fences, made, hidden_rows = trace(weights, tokens, leaves, *arrays)
+            rows = adapter_rows()
+            slots = [] if rows is None else [rows.ids]
+            logits, fences, made, hidden_rows = trace(weights, tokens, slots, leaves, *arrays)
             if is_new:
                 fenced = arrays._replace(fences=fences)
                 layers = traced_layers(self._cache, shape, fenced, _step_states(before))
@@ -129,7 +133,7 @@ class CompiledDecode:
         self, shape: DecodeShape, dtype: mx.Dtype, before: StateStack | None
     ) -> tuple[Trace | None, bool]:
         """The trace of a shape, once there is one, and whether it is new."""
-        key = (shape, dtype, None if before is None else before.shapes)
+        key = (shape, dtype, None if before is None else before.shapes, adapter_rows() is None)
         trace, is_new = self._traces.pop(key, 0), False
         if isinstance(trace, int):
             trace, is_new = trace + 1, trace >= NUM_BUILT_FIRST
@@ -149,13 +153,15 @@ class CompiledDecode:
             number: int,
             weights: list[mx.array],
             tokens: mx.array,
+            slots: list[mx.array],
             leaves: list[mx.array],
             *arrays: Any,
         ) -> tuple[mx.array, list[mx.array], list[mx.array], list[mx.array | None]]:
             stack = None if num_slots is None else StateStack.of_leaves(leaves, num_slots)
             states = _step_states(stack)
             layers = traced_layers(cache, shape, DecodeArrays(*arrays), states)
-            logits = model.copy_on(weights)(tokens, layers)
+            with running_adapters(AdapterRows(slots[0]) if slots else None):
+                logits = model.copy_on(weights)(tokens, layers)
             after = None if states is None else states[0].after
             leaves_after = [] if after is None else after.stack.leaves
             return logits, _fences_of(layers), leaves_after, _hidden_rows()

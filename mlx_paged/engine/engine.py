@@ -35,13 +35,14 @@ from mlx_paged.engine.thread import (
     run_in_engine_thread,
 )
 from mlx_paged.errors import REMOVED, ArgumentError, EngineStoppedError
+from mlx_paged.models.adapters import Adapter, AdapterFiles
 from mlx_paged.models.language_model import model_type_of
 from mlx_paged.models.memory import acquire_cache_limit, acquire_wired_limit, read_wired_limit
 from mlx_paged.options.argument_values import AT_LEAST_0
 from mlx_paged.options.engine_options import EngineOptions
 from mlx_paged.options.foreign_arguments import NoOptions, refuse_unknown
 from mlx_paged.options.sampling_params import PoolingParams, SamplingParams
-from mlx_paged.request import REQUEST_ID, RequestOutput
+from mlx_paged.request import NAME, REQUEST_ID, RequestOutput
 
 T = TypeVar("T")
 
@@ -91,15 +92,14 @@ class Engine:
         own, options = split_own_options(options)
         wired_nbytes = read_wired_limit(own.wired_limit)
         _evaluate_arrays(model, draft_model)
-        parts = run_in_engine_thread(
-            partial(build, model, tokenizer, draft_model, options, own.run_ahead, own.make_budgets)
-        )
+        parts = run_in_engine_thread(partial(build, model, tokenizer, draft_model, options, own))
         self.model, self.tokenizer, self.max_model_len = model, parts.tokenizer, parts.max_model_len
         self.ranks, self.run_ahead = parts.ranks, parts.run_ahead
         self.cache, self.manager, self.runner = parts.cache, parts.manager, parts.runner
         self.disk_tier, self.swap_space = parts.disk_tier, parts.swap_space
         self.scheduler, self.steps, self.reports = parts.scheduler, parts.steps, parts.reports
         self.snapshots, self.latencies = parts.snapshots, parts.latencies
+        self.adapters = parts.adapters
         self.nbytes_activations = parts.nbytes_activations
         self.input_processor = InputProcessor(self.tokenizer, self.runner.model, own.seed)
         decode = self.runner.compiled_decode
@@ -120,6 +120,8 @@ class Engine:
             finalizer.atexit = False
         if self.disk_tier is not None:
             self.disk_tier.is_in_use = self.thread.is_alive
+        while self.adapters.first:
+            self._load_adapter(self.adapters.first.pop(0))
 
     def __repr__(self) -> str:
         model, scheduler = self.runner.model, self.scheduler
@@ -149,6 +151,7 @@ class Engine:
         cache_salt: str | None = None,
         no_store: bool = False,
         user: str | None = None,
+        adapter: str | None = None,
         token_rules: TokenRules | None = None,
         **unknown: Unpack[NoOptions],
     ) -> None:
@@ -167,12 +170,15 @@ class Engine:
             no_store: write none of its K/V to ``cache_dir``; stored blocks are still used.
             user: whose request this is. Users have fair shares of the engine, however many requests
                 each has. Requests without one are those of one user.
+            adapter: the name of a loaded adapter (:meth:`load_adapter`); ``None`` for the model
+                alone.
             token_rules: what :meth:`prepare` returned for these parameters. By default they are
                 prepared here.
 
         Raises:
             ValueError: the prompt is empty, a token id is not in the vocabulary, the request id is
-                in use, the parameters can't be satisfied, or the model gives no embeddings.
+                in use, the adapter is not loaded, the parameters can't be satisfied, or the model
+                gives no embeddings.
             PromptTooLongError: the budget can never hold the prompt; the message has the numbers.
         """
         if unknown:
@@ -187,13 +193,17 @@ class Engine:
             cache_salt=cache_salt,
             no_store=no_store,
             user=user,
+            adapter=self.adapters.find(NAME.check("engine", "adapter", adapter)),
             token_rules=token_rules,
         )
         self.scheduler.check(request)
         if request.params.sampler is not None or request.params.logits_processors:
             self._calls_functions = True
-        # A single operation, so an interrupt comes before or after it.
-        if self.reports.requests.setdefault(request_id, request) is not request:
+        with self.adapters.lock:
+            self.adapters.check(request.adapter)
+            # A single operation, so an interrupt comes before or after it.
+            registered = self.reports.requests.setdefault(request_id, request)
+        if registered is not request:
             raise ArgumentError(f"[engine] request {request_id!r} exists already")
         adding = self.thread.submit(self.steps.add_new, "add_request")
         if adding.is_next:
@@ -249,12 +259,14 @@ class Engine:
         return min(num_computed_tokens, num_prompt_tokens), num_prompt_tokens
 
     def cached_block_ids(
-        self, token_ids: Sequence[int], cache_salt: str | None = None
+        self,
+        token_ids: Sequence[int],
+        cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> list[int]:
         """The ids of the cached blocks that hold the longest prefix of these tokens."""
-        block_hashes = hash_token_blocks(
-            token_ids, self.cache.config.block_size, extra_hash_keys(cache_salt)
-        )
+        extra_keys = extra_hash_keys(cache_salt, self.adapters.find(adapter))
+        block_hashes = hash_token_blocks(token_ids, self.cache.config.block_size, extra_keys)
         find = partial(self.manager.get_computed_blocks, block_hashes, len(token_ids) + 1)
         return [block.block_id for block in self.thread.call(find).blocks]
 
@@ -347,19 +359,52 @@ class Engine:
         """Forget all cached K/V. While requests run, changes nothing and returns False."""
         return self.thread.call(self.steps.reset_prefix_cache, "reset_prefix_cache")
 
+    def load_adapter(self, name: str, folder: str | Path) -> Adapter:
+        """Load a LoRA adapter from its folder, for requests that choose it by its name. If
+        ``max_adapters`` are loaded, the least recently used one that no request uses is unloaded.
+
+        Raises:
+            AdapterError: the folder can't be read, is of another kind than LoRA, or does not fit
+                the model; or the name or all of ``max_adapters`` are in use. Nothing was loaded.
+        """
+        return self._load_adapter(self.adapters.read(name, folder))
+
+    def unload_adapter(self, name: str) -> None:
+        """Refuse further requests for an adapter; those that use it continue, and its memory is
+        used for another one when they have ended.
+
+        Raises:
+            AdapterError: it is not loaded.
+        """
+        self.adapters.unload(name)
+
+    def _load_adapter(self, files: AdapterFiles) -> Adapter:
+        def used() -> list[Adapter | None]:
+            return [request.adapter for request in list(self.reports.requests.values())]
+
+        return self.thread.call(partial(self.adapters.load, files, used))
+
     def save_snapshot(
-        self, path: str | Path, token_ids: Sequence[int], *, cache_salt: str | None = None
+        self,
+        path: str | Path,
+        token_ids: Sequence[int],
+        *,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> int:
         """Write the K/V of a conversation to a file; returns the number of its tokens that were
         saved. Arguments and errors: :meth:`Snapshots.save`.
         """
-        return self._read(partial(self.snapshots.save, path, token_ids, cache_salt))
+        found = self.adapters.find(adapter)
+        return self._read(partial(self.snapshots.save, path, token_ids, cache_salt, found))
 
-    def load_snapshot(self, path: str | Path, *, cache_salt: str | None = None) -> list[int]:
+    def load_snapshot(
+        self, path: str | Path, *, cache_salt: str | None = None, adapter: str | None = None
+    ) -> list[int]:
         """Load the K/V of a file into the prefix cache, for requests whose prompts begin with its
         tokens; returns their ids. Arguments and errors: :meth:`Snapshots.open`.
         """
-        return self._put(self.snapshots.open(path, cache_salt))
+        return self._put(self.snapshots.open(path, cache_salt, self.adapters.find(adapter)))
 
     def export_prompt_cache(
         self,

@@ -29,7 +29,8 @@ from mlx_paged.errors import (
     reason,
     shown,
 )
-from mlx_paged.models.language_model import LanguageModel, model_type_of
+from mlx_paged.models.adapters import Adapter
+from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.options.argument_values import (
     BOOL,
     TokenIds,
@@ -337,6 +338,7 @@ class InputProcessor:
         cache_salt: str | None,
         no_store: bool,
         user: str | None,
+        adapter: Adapter | None,
         token_rules: TokenRules | None,
     ) -> Request:
         """Make a request; arguments and errors are those of :meth:`Engine.add_request`."""
@@ -349,7 +351,7 @@ class InputProcessor:
         if isinstance(params, PoolingParams):
             check_pooling(params, self._model)
             text, token_ids = read_prompt(prompt, self._tokenizer, self._vocab_size)
-            return Request(
+            request = Request(
                 request_id,
                 token_ids,
                 params,
@@ -359,6 +361,8 @@ class InputProcessor:
                 user=user,
                 prompt=text,
             )
+            request.adapter = adapter
+            return request
         if not isinstance(params, SamplingParams):
             raise ArgumentError(
                 f"[engine] params must be SamplingParams, got {type(params).__name__}"
@@ -383,6 +387,7 @@ class InputProcessor:
             token_rules=token_rules,
             prompt=text,
         )
+        request.adapter = adapter
         return self.with_texts(request)
 
     def _reasoning_limit(
@@ -447,8 +452,8 @@ def check_pooling(pooling: PoolingParams, model: LanguageModel) -> None:
         return
     if not model.hidden_row_size:
         raise ArgumentError(
-            f"[engine] a {model_type_of(model)}, {model.description}, gives no embeddings: its "
-            "last norm can't be read; use a model whose sequences run packed"
+            f"[engine] this model ({model.description}) gives no embeddings: its last norm can't "
+            "be read; use a model whose sequences run packed"
         )
     if (pooling.dimensions or 0) > model.hidden_row_size:
         raise ArgumentError(

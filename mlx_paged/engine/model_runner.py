@@ -29,6 +29,7 @@ from mlx_paged.engine.scheduling.batch import (
 )
 from mlx_paged.engine.scheduling.prefix_cache import SwapSpace
 from mlx_paged.engine.speculation.draft_model import DraftModel
+from mlx_paged.models.adapted_layers import AdapterRows, running_adapters
 from mlx_paged.models.language_model import taking_hidden_rows
 from mlx_paged.models.matmul import Matmul
 from mlx_paged.models.mlx_lm import check_model
@@ -158,7 +159,12 @@ class ModelRunner:
         ) as step:
             tokens = self._tokens_of(batch, awaited)
             decode = self.compiled_decode
-            with taking_hidden_rows(self._takes_normed, any(embeds)) as hidden:
+            adapters = [part.completion.request.adapter for part in scheduled]
+            slots = [0 if each is None else each.slot for each in adapters]
+            with (
+                running_adapters(AdapterRows.of(slots, counts, step.logit_rows)),
+                taking_hidden_rows(self._takes_normed, any(embeds)) as hidden,
+            ):
                 # A trace gives no rows for embeddings.
                 logits = None if decode is None or any(embeds) else decode.replay(tokens)
                 if logits is None:

@@ -35,6 +35,7 @@ from mlx_paged.options.engine_options import ENGINE_OPTIONS, CacheOptions, Engin
 
 _STEP_SIZES = ("max_num_batched_tokens", "max_num_mixed_tokens")
 _BUDGET_OPTIONS = ("prefill_step_seconds", "mixed_step_seconds", "token_budgets")
+_ADAPTER_OPTIONS = ("adapters", "max_adapters", "max_adapter_rank")
 
 
 class RequestOptions(TypedDict, total=False):
@@ -44,6 +45,7 @@ class RequestOptions(TypedDict, total=False):
     cache_salt: str | None
     no_store: bool
     user: str | None
+    adapter: str | None
     token_rules: TokenRules | None
 
 
@@ -66,6 +68,8 @@ class OwnOptions(NamedTuple):
     """Options that may differ between ranks.
 
     Attributes:
+        run_ahead: whether a step is launched before the previous one is read; ``None`` means if the
+            cache supports it.
         make_budgets: makes the object that chooses the budgets of steps, from their limits.
     """
 
@@ -73,6 +77,9 @@ class OwnOptions(NamedTuple):
     run_ahead: bool | None
     wired_limit: str | int | None
     make_budgets: Callable[[TokenBudgets], Budgets]
+    adapters: Mapping[str, str | Path]
+    max_adapters: int | None
+    max_adapter_rank: int | None
 
 
 def split_own_options(options: EngineOptions) -> tuple[OwnOptions, EngineOptions]:
@@ -84,7 +91,7 @@ def split_own_options(options: EngineOptions) -> tuple[OwnOptions, EngineOptions
     check_deterministic(options)
     given: dict[str, Any] = {**options}
     wired_limit = given.pop("wired_limit", None)
-    names = ("seed", "run_ahead", *_BUDGET_OPTIONS)
+    names = ("seed", "run_ahead", *_BUDGET_OPTIONS, *_ADAPTER_OPTIONS)
     own = checked_options("engine", {name: given.pop(name, None) for name in names})
     clocked = [name for name in _BUDGET_OPTIONS[:2] if own[name]]
     if clocked and own["token_budgets"] is not None:
@@ -95,7 +102,13 @@ def split_own_options(options: EngineOptions) -> tuple[OwnOptions, EngineOptions
         )
     make_budgets = partial(_make_budgets, *(own[name] for name in _BUDGET_OPTIONS))
     return (
-        OwnOptions(own["seed"], own["run_ahead"], wired_limit, make_budgets),
+        OwnOptions(
+            own["seed"],
+            own["run_ahead"],
+            wired_limit,
+            make_budgets,
+            *(own[name] for name in _ADAPTER_OPTIONS),
+        ),
         cast(EngineOptions, given),
     )
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mlx_paged.engine.sampling.grammar import CompiledGrammar
     from mlx_paged.engine.speculation.draft_record import DraftRecord
     from mlx_paged.engine.text_stream import TextStream, TokenTexts
+    from mlx_paged.models.adapters import Adapter
 
 T = TypeVar("T")
 
@@ -47,7 +48,7 @@ class TokenRules(NamedTuple):
 NO_RULES = TokenRules()
 # Of a request with ``PoolingParams``, which generates nothing.
 NO_SAMPLING = SamplingParams(
-    max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+    max_tokens=None, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
 )
 
 
@@ -100,6 +101,7 @@ class Request:
         cache_salt: requests with different salts never share K/V.
         no_store: whether its blocks are kept from being written to disk.
         user: users have fair shares of the engine; ``None`` is one of them.
+        adapter: that it runs with; ``None`` for the model alone.
         pooling: what it is answered with when its prompt is computed; ``None`` if tokens are
             generated.
         share: that of its user, assigned by the scheduler on arrival.
@@ -115,6 +117,7 @@ class Request:
     """
 
     __slots__ = (
+        "adapter",
         "arrival_time",
         "cache_salt",
         "completions",
@@ -161,6 +164,7 @@ class Request:
         self.cache_salt = cache_salt
         self.no_store = no_store
         self.user = user
+        self.adapter: Adapter | None = None
         self.token_rules = token_rules
         self.share = Share(user)
         self.arrival_time = self.first_scheduled_time = time.perf_counter()

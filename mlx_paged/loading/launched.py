@@ -62,7 +62,7 @@ def load_for(
                 if refuses_too_large:
                     check_size(weight_nbytes(model))
                 if adapter_path is None:
-                    beside.begin(layer_specs_of(model))
+                    beside.begin(layer_specs_of(model), model)
 
             model, tokenizer, _ = load_whole(
                 path_or_hf_repo,

@@ -3,7 +3,8 @@ Qwen3-Reranker.
 
 An embedding is the hidden row of a text's last token. Folders of sentence-transformers say so in
 ``modules.json`` and ``1_Pooling/config.json``, GGUF files in ``pooling_type``. Conversions for MLX
-leave these files out; there, a tokenizer that ends each text with a token is the sign.
+leave these files out; there, a tokenizer that ends each text with a token is the sign, or the name
+of Qwen3-Embedding.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
 _MODULES = ("Transformer", "Pooling", "Normalize")
 _GGUF_POOLING = {0: "none", 1: "mean", 2: "cls", 3: "lasttoken", 4: "rank"}
 
+_QWEN_END = "<|endoftext|>"
 DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 # What Qwen3-Reranker was trained with. The parts are encoded apart from each other.
 _BEFORE = (
@@ -52,7 +54,8 @@ class Embedder:
         normalizes: whether an embedding is divided by its length.
         prompts: texts that are put before an input, by their names, such as ``"query"``.
         default_prompt: the name of the one that is used if none is named; ``""`` for none.
-        ends_texts: whether the tokenizer appends a token to each text.
+        ends_texts: whether the last token of an encoded text is an end token.
+        end_token_ids: what is appended to texts where the tokenizer does not do it.
     """
 
     tokenizer: TokenizerWrapper | None
@@ -61,6 +64,7 @@ class Embedder:
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str = ""
     ends_texts: bool = False
+    end_token_ids: tuple[int, ...] = ()
 
     def params(self, dimensions: int | None = None) -> PoolingParams:
         """The parameters of a request for an embedding of this length; ``None`` for the whole.
@@ -88,8 +92,23 @@ class Embedder:
             "prompt_name",
         )
 
+    def prompt(self, given: Any, before: str = "") -> Any:
+        """A prompt of ``LLM.generate`` with the tokens of its text, unless it has token ids.
+
+        Args:
+            before: what :meth:`text_before` returned.
+
+        Raises:
+            ArgumentError: it can't be encoded.
+        """
+        fields = dict(given) if isinstance(given, Mapping) else {"prompt": given}
+        text = fields.get("prompt")
+        if not isinstance(text, str) or fields.get("prompt_token_ids") is not None:
+            return given
+        return {**fields, "prompt": before + text, "prompt_token_ids": self.encode(text, before)}
+
     def encode(self, text: str, before: str = "", name: str = "prompt") -> list[int]:
-        """The token ids of an input, with the end token that the tokenizer appends.
+        """The token ids of an input, with the end token.
 
         Args:
             before: what :meth:`text_before` returned.
@@ -98,7 +117,7 @@ class Embedder:
         Raises:
             ArgumentError: it can't be encoded.
         """
-        return encode_prompt(self.tokenizer, before + text, name)
+        return encode_prompt(self.tokenizer, before + text, name) + list(self.end_token_ids)
 
 
 def read_embedder(model: LanguageModel, tokenizer: TokenizerWrapper | None) -> Embedder:
@@ -109,6 +128,11 @@ def read_embedder(model: LanguageModel, tokenizer: TokenizerWrapper | None) -> E
     """
     path = model.path
     ends_texts, normalizes, default = _ends_texts(tokenizer), True, ""
+    end_token_ids: tuple[int, ...] = ()
+    if tokenizer is not None and not ends_texts and _is_called(model, "qwen3-embedding"):
+        # The first revisions of its tokenizer, and what was made from them, lack the end token.
+        end_token_ids = tuple(tokenizer.encode(_QWEN_END, add_special_tokens=False))
+        ends_texts = True
     declared = ends_texts
     prompts: dict[str, str] = {}
     if path is not None and is_gguf(path):
@@ -130,7 +154,12 @@ def read_embedder(model: LanguageModel, tokenizer: TokenizerWrapper | None) -> E
             prompts, default = _read_prompts(config, path / PROMPTS)
     if not model.hidden_row_size:
         raise _refusal(model, "its last norm can't be read")
-    return Embedder(tokenizer, declared, normalizes, prompts, default, ends_texts)
+    return Embedder(tokenizer, declared, normalizes, prompts, default, ends_texts, end_token_ids)
+
+
+def _is_called(model: LanguageModel, name: str) -> bool:
+    """Whether a model's name or path contains a name, in lower case."""
+    return name in f"{model.name} {model.path}".lower()
 
 
 def _ends_texts(tokenizer: TokenizerWrapper | None) -> bool:
@@ -247,12 +276,15 @@ class Reranker:
                 "queries",
             )
         before, after = self._encode(_BEFORE), self._encode(_AFTER)
+        heads: dict[str, list[int]] = {}
         requests: list[tuple[list[int], PoolingParams]] = []
         for query, document in zip(asked, answers, strict=True):
             text = _ASKED.format(instruction=instruction or DEFAULT_INSTRUCTION, query=query)
-            head, token_ids = self._encode(text), self._encode(text + document)
+            if text not in heads:
+                heads[text] = self._encode(text)
+            token_ids = self._encode(text + document)
             # The last tokens of what is asked may merge with the document.
-            num_same = sum(1 for _ in takewhile(bool, map(eq, head, token_ids)))
+            num_same = sum(1 for _ in takewhile(bool, map(eq, heads[text], token_ids)))
             pooling = PoolingParams(
                 token_ids=self.token_ids, num_shared_tokens=len(before) + num_same
             )
@@ -303,8 +335,9 @@ def read_reranker(
     if tokenizer is not None:
         for text in ("no", "yes"):
             token_ids += tokenizer.encode(text, add_special_tokens=False)
-    is_named = "qwen3-reranker" in f"{model.name} {model.path}".lower()
-    is_one = is_declared or is_named or _is_classifier(model.path, token_ids)
+    is_one = (
+        is_declared or _is_called(model, "qwen3-reranker") or _is_classifier(model.path, token_ids)
+    )
     if tokenizer is None or len(token_ids) != 2 or not is_one:
         raise refusal
     return Reranker(tokenizer, (token_ids[0], token_ids[1]))

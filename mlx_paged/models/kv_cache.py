@@ -294,9 +294,13 @@ def kv_budget(
 
 
 def weight_nbytes(model: Module, draft_model: Module | None = None) -> int:
-    """Bytes of the parameters of a model and of its draft model."""
-    weights = [dict(tree_flatten(m.parameters())) for m in (model, draft_model) if m is not None]
-    return sum(leaf.nbytes for each in weights for leaf in each.values())
+    """Bytes of the parameters of a model and of its draft model, and of the adapters that may be
+    loaded.
+    """
+    models = [each for each in (model, draft_model) if each is not None]
+    weights = [dict(tree_flatten(each.parameters())) for each in models]
+    nbytes: int = sum(leaf.nbytes for each in weights for leaf in each.values())
+    return nbytes + sum(getattr(each, "adapter_nbytes", 0) for each in models)
 
 
 def _streaming_window(

@@ -104,6 +104,7 @@ class LanguageModel(Module, ABC):
         description: its type and how it runs, for the first line that programs print.
         group: the ranks that its heads are split over; ``None`` if this process has all of them.
         loaded_from: the files whose weights it has, if nothing can have written into them.
+        adapter_nbytes: that the adapters of its engine may take, in addition to its weights.
     """
 
     args: ModelConfig
@@ -112,6 +113,7 @@ class LanguageModel(Module, ABC):
     description: str
     group: mx.distributed.Group | None = None
     loaded_from: WeightFiles | None = None
+    adapter_nbytes: int = 0
 
     @property
     @abstractmethod

@@ -36,8 +36,8 @@ from mlx_paged.ops import dtype_name
 from mlx_paged.ops.rows_matmul import MAX_ROWS, refusal, rows_matmul
 
 # Exactly these classes, not their subclasses, which may multiply in another way.
-_LINEARS = (nn.Linear, nn.QuantizedLinear)
-EMBEDDINGS = (nn.Embedding, QuantizedEmbedding)
+_LINEARS: tuple[type[Module], ...] = (nn.Linear, nn.QuantizedLinear)
+EMBEDDINGS: tuple[type[Module], ...] = (nn.Embedding, QuantizedEmbedding)
 # What else multiplies and stays with MLX, and how a report calls it.
 _KEPT: tuple[tuple[tuple[type[Module], ...], str], ...] = (
     ((SwitchLinear, QuantizedSwitchLinear), "experts"),
@@ -71,7 +71,7 @@ class LinearShape(NamedTuple):
     dtype: str
 
     @classmethod
-    def of(cls, module: Module, dtype: mx.Dtype) -> LinearShape:
+    def of(cls, module: Any, dtype: mx.Dtype) -> LinearShape:
         """
         Args:
             module: one of ``_LINEARS`` or ``EMBEDDINGS``.
@@ -93,7 +93,6 @@ class LinearShape(NamedTuple):
 
 # The numbers of rows for which rows_matmul runs, by the shape of the weight.
 RowCounts: TypeAlias = Mapping[LinearShape, Collection[int]]
-ALL_ROWS = range(1, MAX_ROWS + 1)
 # One row stays with MLX, so that a decode alone has the bits of mlx-lm.
 SEVERAL_ROWS = range(2, MAX_ROWS + 1)
 
@@ -142,6 +141,22 @@ class Linears:
     def shapes(self) -> Mapping[LinearShape, int]:
         """The number of layers of each shape."""
         return Counter(shape for _, shape in self.modules)
+
+
+def formats_of(model: Module, dtype: mx.Dtype) -> set[tuple[str, int, int, str]]:
+    """The formats of a model's linear layers that ``rows_matmul`` can multiply, as
+    ``try_rows_matmul`` takes them. Weights may be lazy.
+
+    Args:
+        dtype: of the model's activations.
+    """
+    linears = (each for each in model.modules() if own_class(each) in _LINEARS)
+    shapes = ((each, LinearShape.of(each, dtype)) for each in linears)
+    return {
+        (shape.dtype, shape.bits, shape.group_size, shape.mode)
+        for each, shape in shapes
+        if _why_kept(each, shape) is None
+    }
 
 
 def _why_kept(module: Module, shape: LinearShape) -> str | None:
@@ -296,8 +311,8 @@ def _by_rows(kind: type[Module], shape: LinearShape) -> type[Module]:
         y = multiplied_by_rows(self, x, shape)
         return y + self["bias"] if "bias" in self else y
 
-    names: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind,), {method: call, **names, "multiplies_by_rows": True})
+    names = {method: call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), {**names, "multiplies_by_rows": True})
 
 
 def multiplied_by_rows(module: Module, x: mx.array, shape: LinearShape) -> mx.array:

@@ -31,11 +31,13 @@ from mlx_paged.models.matmul import (
     Linears,
     LinearShape,
     RowCounts,
+    formats_of,
     multiplied_by_mlx,
     multiplied_by_rows,
 )
 from mlx_paged.ops import choose
 from mlx_paged.ops.rows_matmul import try_rows_matmul
+from mlx_paged.ops.tried_once import GoOn
 from mlx_paged.options.argument_values import is_plain_integer
 
 # The numbers of rows that are measured. Others go by the next larger one.
@@ -73,6 +75,25 @@ def chosen_rows(
     faster = known_choices({each: modules[each] for each in largest if kernel_works(each)}, clock)
     chosen = {shape: _as_nearest(shape, faster) for shape in modules}
     return {shape: rows for shape, rows in chosen.items() if rows}
+
+
+def try_formats_of(option: str, model: Module, dtype: mx.Dtype) -> Callable[[GoOn], None] | None:
+    """A function that tries the kernels for :func:`chosen_rows` in advance, in any thread;
+    ``None`` if no kernel has to be tried.
+
+    Args:
+        model: its weights may be lazy.
+        dtype: of its activations.
+    """
+    if option not in ("auto", "rows") or not choose.is_metal_available():
+        return None
+    formats = sorted(formats_of(model, dtype))
+
+    def try_formats(go_on: GoOn) -> None:
+        for format in formats:
+            try_rows_matmul.quietly(*format, go_on=go_on)
+
+    return try_formats
 
 
 def kernel_works(shape: LinearShape) -> bool:

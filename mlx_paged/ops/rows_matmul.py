@@ -26,7 +26,7 @@ from mlx_paged.ops.tried_once import GoOn, TrialResult, TrialStoppedError, Tried
 MAX_ROWS = 16
 COLUMNS = 8  # of the result, which a simdgroup computes at once
 MAX_SPLITS = 8  # simdgroups that share K: MAX_SIMDGROUPS in metal/rows_matmul.metal
-MIN_THREADGROUP = 2  # simdgroups
+MIN_THREADGROUP = 2  # simdgroups of a threadgroup
 # Simdgroups that a pass over the weight aims at, so that a small weight occupies a large GPU, too.
 MIN_SIMDGROUPS = 1024
 MAX_ELEMENTS = 2**31  # of a weight, whose indices are 32-bit integers
@@ -71,6 +71,8 @@ def rows_matmul(
     scale_dtype = None if scales is None else scales.dtype
     dtypes = x.dtype, weight.dtype, scale_dtype
     shape = _checked(weight.shape, dtypes, x.shape[-1], bits, group_size, mode)
+    if (biases is not None) != (mode == "affine"):
+        raise ValueError("[rows_matmul] affine weights have biases, and no others")
     if x.size == 0:
         return mx.zeros((*x.shape[:-1], shape.num_columns), x.dtype)
     run = _on_metal if choose.is_metal_available() else _in_plain_mlx
@@ -136,11 +138,11 @@ def _refusal(
         )
     if mode not in MODES or bits not in MODES[mode][1] or group_size not in MODES[mode][2]:
         return f"{mode} weights of {bits} bits in groups of {group_size} are not known"
-    is_dense = mode == DENSE
-    needed = dtype if is_dense else mx.uint32
+    is_plain = mode == DENSE
+    needed = dtype if is_plain else mx.uint32
     if weight_dtype != needed:
         return f"the weight is {weight_dtype}; {needed} is needed"
-    width, multiple = (shape[1], 8) if is_dense else (shape[1] * 32 // bits, 32)
+    width, multiple = (shape[1], 8) if is_plain else (shape[1] * 32 // bits, 32)
     if width == 0 or width % multiple != 0:
         return f"rows have {width} elements; a multiple of {multiple} is needed"
     return None

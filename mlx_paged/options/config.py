@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 import numbers
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from mlx_paged.errors import ArgumentError
 from mlx_paged.options.argument_values import Domain, as_integer, number, whole
@@ -31,6 +34,7 @@ MAX_WINDOW = 2**31
 # The query run of a request with drafts: kernels attend to runs of up to 8 tokens.
 MAX_DRAFT_TOKENS = 7
 DEFAULT_NUM_DRAFT_TOKENS = 3  # of a draft model, as in mlx-lm
+DEFAULT_ADAPTER_RANK = 16  # as in vLLM
 # The steps of a deterministic engine (docs/internals/engine.md, Deterministic steps). A prompt is
 # computed in chunks that begin at multiples of this many tokens, a multiple of any block size; ...
 CHUNK_TOKENS = 256
@@ -84,6 +88,22 @@ def _read_budget(text: object) -> KVBudget | None:
     if not 1 <= count < _MAX_BUDGET or (is_blocks and not count.is_integer()):
         return None
     return KVBudget(num_blocks=int(count)) if is_blocks else KVBudget(nbytes=int(count))
+
+
+def _read_adapters(value: object) -> dict[str, str | Path] | None:
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, list) or not all(map(_is_adapter, pairs)):
+        return None
+    found = dict(pairs)
+    return found if len(found) == len(pairs) else None
+
+
+def _is_adapter(pair: object) -> bool:
+    # A router passes flags on as JSON.
+    if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(pair):
+        return False
+    name, folder = pair
+    return isinstance(name, str) and isinstance(folder, str | Path)
 
 
 def _read_nbytes(text: object) -> int | None:
@@ -172,6 +192,13 @@ def _read_token_budgets(given: object) -> list[tuple[int, int, int]] | None:
 
 
 # Domains of budgets and durations.
+ADAPTERS: Domain[Any] = Domain("a dict of different names with a folder each", _read_adapters)
+ADAPTER = Domain(
+    "a name and a folder, NAME=FOLDER",
+    lambda pair: pair if _is_adapter(pair) else None,
+    lambda text: tuple(text.split("=", 1)),
+    metavar="NAME=FOLDER",
+)
 BUDGET = Domain(
     "bytes (65536, 512M, 2G) or whole blocks (256blocks), within 1..2**63",
     _read_budget,
@@ -194,7 +221,7 @@ DURATION = Domain(
     metavar="T",
 )
 KEEP_ALIVE = Domain(
-    "0, seconds (300, 300s), a duration (90s, 5m, 1h30m), or -1 for ever",
+    "0, seconds (300, 300s), a duration (90s, 5m, 1h30m), or -1 for no end",
     _read_keep_alive,
     metavar="T",
 )

@@ -7,7 +7,7 @@ option is declared here, and used in the engine. Annotations are evaluated in th
 the declarations can be read.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypedDict
@@ -360,6 +360,44 @@ class EngineOptions(OneShotOptions, total=False):
             or_none(whole(), "a whole number"),
             Flag(("server",), domain=AT_LEAST_0),
             default_text="random",
+        ),
+    ]
+    adapters: Annotated[
+        Mapping[str, str | Path] | None,
+        Option(
+            "LoRA adapters that requests choose by name, each with its folder, as mlx-lm or PEFT "
+            "writes it. Requests with different adapters and without one run in the same steps "
+            "(docs/guide/adapters.md).",
+            or_none(config.ADAPTERS),
+            Flag(
+                ("server",),
+                name="--adapter",
+                domain=config.ADAPTER,
+                default=(),
+                help="a LoRA adapter that requests choose as their model, with its folder; may be "
+                "given several times",
+            ),
+            default_text="none",
+        ),
+    ]
+    max_adapters: Annotated[
+        int | None,
+        Option(
+            "the most adapters that are loaded at once, for which memory is set aside. Beyond it, "
+            "the least recently used one is unloaded; 0 allows none.",
+            or_none(AT_LEAST_0),
+            _SERVER,
+            default_text="the number of adapters",
+        ),
+    ]
+    max_adapter_rank: Annotated[
+        int | None,
+        Option(
+            "the largest rank of an adapter. All take as much memory and time as one of this rank.",
+            or_none(AT_LEAST_1),
+            _SERVER,
+            default_text=f"`{config.DEFAULT_ADAPTER_RANK}`, or the next power of two of the "
+            "largest rank of the adapters",
         ),
     ]
     run_ahead: Annotated[

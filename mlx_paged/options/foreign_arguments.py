@@ -24,7 +24,11 @@ _LOADING = "load the model first, model, tokenizer = mlx_paged.load(...), and gi
 # Other projects' names, separated by blanks, by what to use: the name of an argument of this
 # package, or advice if there is no such argument.
 NAMES_ELSEWHERE = {
-    "adapter_path": "lora_request enable_lora lora_path adapter max_loras",
+    "adapter": "lora_request lora_name",
+    "adapter_path": "lora_path",
+    "adapters": "enable_lora lora_modules lora_paths",
+    "max_adapters": "max_loras max_cpu_loras max_loras_per_batch",
+    "max_adapter_rank": "max_lora_rank",
     "bad_words": "bad_words_ids no_bad_words",
     "cache_dir": "kv_transfer_config hicache_storage_backend slot_save_path",
     "draft_model": "speculative_model assistant_model",
@@ -135,7 +139,9 @@ INSTEAD = {name: ours for ours, names in NAMES_ELSEWHERE.items() for name in nam
 
 # How to write the value of an argument, after its name.
 _NOTATION = {
+    "adapter": ", the name of an adapter that LLM(..., adapters={name: folder}) has loaded",
     "adapter_path": ", the folder of the adapters",
+    "adapters": ", a dict of names with their folders",
     "cache_dir": ", a folder for K/V on disk; that of models is the Hugging Face cache, HF_HOME",
     "kv_cache_bytes": ", such as '2G' or '256blocks'",
     "kv_format": f": {KV_BITS_LISTED} or 'K:8,V:4'",
@@ -156,6 +162,7 @@ _ALSO_CALLED = {
 # Advice about arguments that only other functions have, and that are not declared.
 _ONLY_THERE = {
     "model": _LOADING,
+    "adapter": "give it to generate: LLM(..., adapters={name: folder}).generate(..., adapter=name)",
     "adapter_path": "adapters belong to a model, load(..., adapter_path=...)",
     "prompt": "give it to generate",
     "sampling_params": "SamplingParams are for LLM.generate; mlx-lm's functions take sampler and "

@@ -26,7 +26,7 @@ from mlx_paged.router.model_process import ModelProcess
 from mlx_paged.router.residency import Resident
 from mlx_paged.router.router import Forwarded, Router
 from mlx_paged.server.errors import ApiError, failed, not_stored, until_disconnect
-from mlx_paged.server.http.access import ANONYMOUS, SAFE_METHODS, Principal, guarded, html_page
+from mlx_paged.server.http.access import SAFE_METHODS, check_admin, guarded, html_page
 from mlx_paged.server.http.http_server import MAX_CONNECTIONS, Gate
 from mlx_paged.server.http.limits import Limits
 from mlx_paged.server.http.logs import RequestLog
@@ -95,7 +95,7 @@ class RouterApp(RequestLog):
         max_connections: int = MAX_CONNECTIONS,
     ):
         self._router = router
-        self._is_loopback = is_loopback
+        self._describing = asyncio.Lock()
         inner = Starlette(
             routes=[
                 Route("/", self.page),
@@ -209,10 +209,12 @@ class RouterApp(RequestLog):
         return JSONResponse({"models": found})
 
     async def show(self, request: Request) -> Response:
-        """What a model is and can do, in Ollama's form. One that was never loaded is loaded."""
+        """What a model is and can do, in Ollama's form. It is loaded only if it must be."""
         fields = read_part(ShownFields, await request.body())
         name = fields.model or fields.name
         model = self._router.find(name, request.state.principal)
+        async with self._describing:  # Clients ask for all models at once.
+            await until_disconnect(request.receive, model.process.describe())
         if model.process.description is None:
             await until_disconnect(request.receive, self._router.residency.load(model.name))
         return JSONResponse(listing.shown(name or model.name, model.process.description or {}))
@@ -273,12 +275,16 @@ class RouterApp(RequestLog):
         if request.method in SAFE_METHODS and model.process.state != "loaded":
             text = f"the model {shown(model.name)} is not loaded"
             raise ApiError(503, text, code="model_not_loaded")
-        if fields.keep_alive is not None and fields.keep_alive > model.keep_alive:
-            self._check_admin(principal, f"to keep it for more than {model.keep_alive:g} s")
+        keep_alive = fields.keep_alive
+        if keep_alive is not None and keep_alive > model.keep_alive:
+            if request.url.path.startswith("/api/") and not principal.is_admin:
+                keep_alive = None  # Ollama's clients send a time that their user has not chosen.
+            else:
+                check_admin(principal, "a model", f"to keep it for over {model.keep_alive:g} s")
         raw, query = request.scope["raw_path"], request.scope["query_string"]
         target = (raw if path is None else path) + b"?" * bool(query) + query
         streams = request.url.path in _STREAMED if fields.stream is None else fields.stream
-        return Forwarded(self._router, model, body, target, fields.keep_alive, streams)
+        return Forwarded(self._router, model, body, target, keep_alive, streams)
 
     async def _read_load(self, request: Request) -> tuple[Resident, LoadFields]:
         """The model that an administrator names, in the path or in the body.
@@ -287,21 +293,12 @@ class RouterApp(RequestLog):
             ApiError: the user is none, or there is no such model.
         """
         principal, body = request.state.principal, await request.body()
-        self._check_admin(principal, "to load or unload it")
+        check_admin(principal, "a model", "to load or unload it")
         fields = read_part(LoadFields, body) if body else LoadFields()
         name = request.path_params.get("name", fields.model)
         if name is None:
             raise ApiError(400, "model is missing", param="model")
         return self._router.find(name, principal), fields
-
-    def _check_admin(self, principal: Principal, what: str) -> None:
-        """Raise :class:`ApiError` unless the user may change which models are loaded."""
-        if not (principal.is_admin or (principal is ANONYMOUS and self._is_loopback)):
-            text = (
-                f"a model needs a key that is marked admin {what}, or no keys and a client on this "
-                "machine"
-            )
-            raise ApiError(403, text, code="admin_needed")
 
     def _card(self, model: Resident) -> dict[str, Any]:
         """A model in OpenAI's form, with the states of LM Studio's and llama.cpp's."""
@@ -319,6 +316,7 @@ class RouterApp(RequestLog):
             "aliases": list(process.names[1:]),
             "state": state,
             "status": {"value": state, "failed": has_failed},
+            "error": process.failure if has_failed else None,
             "is_pinned": model.is_pinned,
             "num_requests": process.num_requests,
             **self._router.residency.view(model),

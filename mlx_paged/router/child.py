@@ -1,5 +1,6 @@
 """The process of one model, ``python -m mlx_paged.router.child FD NAME``: the server as for one
-model, on a socket that the router has made.
+model, on a socket that the router has made. With ``--describe``, it only writes what lists say of
+the model, without reading its weights.
 
 Its settings come on stdin as a line of JSON, the parsed flags of the server. The router keeps the
 other end of stdin open: its end is the end of the router, and then this process ends, too.
@@ -17,9 +18,12 @@ import sys
 import threading
 import time
 from functools import partial
+from typing import Any
 
+from mlx_paged.cli import flags
 from mlx_paged.cli.program import Parser, import_first, run_program
 from mlx_paged.cli.streams import say, warnings_as_lines
+from mlx_paged.errors import shown
 from mlx_paged.server import program
 
 # After the router's end, for answers that no client reads to be aborted and queued blocks written.
@@ -33,12 +37,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="mlx-paged serve", flags=program.FLAGS)
     parser.add_argument("fd", type=int)
     parser.add_argument("name")
+    parser.add_argument("--describe", action="store_true")
     return run_program(parser, argv, _run, program.FLAGS)
 
 
 @warnings_as_lines(say)
 def _run(own: argparse.Namespace) -> int:
     args = argparse.Namespace(**json.loads(sys.stdin.readline()))
+    if own.describe:
+        print(json.dumps(_described(args)))
+        return 0
     threading.Thread(target=_end_with_router, daemon=True).start()
     import_first("mlx_paged.loading", "mlx_paged.server.app")
     import mlx.core as mx
@@ -89,6 +97,36 @@ def _run(own: argparse.Namespace) -> int:
             say(f"[{' | '.join(describe_engine(args.model, service.engine.engine))}]")
 
         return program.serve(app, [socket.socket(fileno=own.fd)], announce)
+
+
+def _described(args: argparse.Namespace) -> dict[str, Any]:
+    """What lists say of a model in a folder on this machine.
+
+    Raises:
+        ValueError: it is none, or can't run here.
+    """
+    from mlx_paged import loading
+    from mlx_paged.loading.folder import find_local_model, find_tokenizer
+    from mlx_paged.loading.outline import read_outline
+    from mlx_paged.loading.tokenizer import read_tokenizer
+    from mlx_paged.models.context_length import context_length
+    from mlx_paged.server.ollama.models import description_of
+
+    folder = find_local_model(args.model or "demo")
+    if folder is None or folder.is_file():
+        raise ValueError(f"the model {shown(args.model)} is not a folder on this machine")
+    outline = read_outline(folder)
+    model = outline.model
+    model.name = outline.name
+    where = folder if args.tokenizer is None else find_tokenizer(args.tokenizer)
+    own = {} if args.no_generation_config else loading.read_sampling_defaults(folder)
+    return description_of(
+        model,
+        read_tokenizer(where, program.tokenizer_config(args), None),
+        flags.chosen_sampling(args, own),
+        context_length=args.max_model_len or context_length(model.args),
+        task=args.task,
+    )
 
 
 def nbytes_held() -> int:

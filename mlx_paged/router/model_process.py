@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import re
 import signal
 import socket
@@ -12,16 +13,19 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import httpcore
 
 from mlx_paged.cli.streams import say
-from mlx_paged.errors import shown, without_room
+from mlx_paged.errors import one_line, shown, without_room
+from mlx_paged.options.config import DEFAULT_BLOCK_SIZE, KVBudget
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.http.access import ANONYMOUS
 from mlx_paged.server.http.http_server import BACKLOG
+from mlx_paged.server.program import max_adapters_of
 
 logger = logging.getLogger("mlx_paged.server")
 
@@ -31,11 +35,38 @@ PROBE_SECONDS = 5.0  # between two probes of a process's health
 DEADLINE = 30.0  # seconds for the answer to a probe
 SECONDS_BEYOND_DRAIN = 30.0  # for a process to end, after its answers had their time
 MAX_BACK_OFF = 60.0  # seconds; a process that has run longer did not fail in a row
+# What a process takes beside weights, activations and K/V: Python, its modules, a tokenizer.
+PROCESS_NBYTES = 256 * 2**20
+# A model is loaded only with room for the K/V of a conversation of this length, or of its context.
+LEAST_TOKENS = 32_768
+MEASURE_SECONDS = 120.0  # for what a model needs, which may have to ask the hub
 _END_SECONDS = 2.0  # for a process to be gone after its connections
 _MAX_LINE = 2**20  # bytes of a line of a process's log
 # Why a process ended, in its own words: that of a program, and that of the server's log.
 _REASON = re.compile(r"^mlx-paged serve: error: (.*)|ERROR - (the engine failed: .*)")
 _LOST = (httpcore.NetworkError, httpcore.ProtocolError)
+
+
+@dataclass(frozen=True)
+class Need:
+    """The bytes that a model takes.
+
+    Args:
+        weights: with those of its draft model.
+        activations: of its largest step, an estimate.
+        least_kv: K/V and states without which it is not worth loading.
+        most_kv: more is of no use to it, because the user has chosen its budget.
+    """
+
+    weights: int
+    activations: int
+    least_kv: int
+    most_kv: float = math.inf
+
+    @property
+    def nbytes(self) -> int:
+        """The least that it takes as a process."""
+        return PROCESS_NBYTES + self.weights + self.activations + self.least_kv
 
 
 class ModelProcess:
@@ -48,7 +79,7 @@ class ModelProcess:
             104 bytes, the limit of macOS.
 
     Attributes:
-        names: the name, and aliases.
+        names: the name, aliases, and those of its adapters.
         max_model_len: the most tokens of a prompt and its answer; ``None`` if there is no limit, or
             the model was never loaded.
         description: what lists say of the model; ``None`` if it was never loaded.
@@ -60,7 +91,8 @@ class ModelProcess:
 
     def __init__(self, name: str, flags: Mapping[str, Any], path: Path):
         self.name = name
-        self.names = tuple(flags["served_model_name"])
+        adapters = [adapter for adapter, _ in flags.get("adapters", ())]
+        self.names = (*flags["served_model_name"], *adapters)
         self.flags = flags
         self.max_model_len: int | None = None
         self.description: dict[str, Any] | None = None
@@ -79,6 +111,42 @@ class ModelProcess:
         self._pool = httpcore.AsyncConnectionPool(
             uds=str(path), max_connections=None, max_keepalive_connections=0
         )
+
+    async def measure(self) -> Need:
+        """What the model needs, computed by ``mlx-paged fit`` from its configuration and the
+        headers of its weights, in a process of its own: modules and arrays leave nothing behind.
+
+        Raises:
+            ApiError: there is no such model, it can't run here, or the hub does not answer.
+        """
+        flags = {**self.flags, "max_adapters": max_adapters_of(self.flags)}
+        words = ["fit", flags.get("model") or "demo", "--json"]
+        for flag, name in (
+            ("--draft-model", "draft_model"),
+            ("--kv-bits", "kv_format"),
+            ("--max-adapters", "max_adapters"),
+            ("--max-adapter-rank", "max_adapter_rank"),
+        ):
+            if flags.get(name) is not None:
+                words += [flag, str(flags[name])]
+        output, errors = await _written_by("mlx_paged", *words)
+        if not output:
+            lines = errors.decode(errors="replace").strip().splitlines() or ["it gave no reason"]
+            what = without_room(lines[-1].partition("error: ")[2] or lines[-1])
+            named = shown(flags["served_model_name"][0])
+            raise ApiError(
+                500, f"the model {named} can't be loaded: {what}", code="model_load_failed"
+            )
+        found = json.loads(output)
+        num_tokens = min(LEAST_TOKENS, flags.get("max_model_len") or found["context_of_model"])
+        least_kv = found["kv_per_token"] * num_tokens + found["states"]
+        given = flags.get("kv_cache_bytes")
+        if given is not None:
+            budget = KVBudget.parse(given)
+            block_nbytes = found["kv_per_token"] * flags.get("block_size", DEFAULT_BLOCK_SIZE)
+            least_kv = budget.nbytes or ((budget.num_blocks or 0) + 1) * block_nbytes
+        most_kv = math.inf if given is None else least_kv
+        return Need(found["weights"], found["activations_estimated"], least_kv, most_kv)
 
     async def start(self, kv_cache_bytes: int | None = None) -> None:
         """Load the model; returns when it answers. If it is loaded already, does nothing.
@@ -115,23 +183,35 @@ class ModelProcess:
         Returns:
             whether the process has ended by itself.
         """
-        if seconds is None:
-            seconds = self.flags["drain_seconds"] + SECONDS_BEYOND_DRAIN
-        if self.state == "loading" and self._process is not None:
-            self._process.terminate()
+        limit: float = self.flags["drain_seconds"] + SECONDS_BEYOND_DRAIN
+        if seconds is not None:
+            limit = seconds
+        if self.state == "loading":
+            self._terminate()
         self.state = "unloaded"
         async with self._changing:
             process = self._process
             if process is None or process.returncode is not None:
                 return True
             self.state = "unloaded"  # also if it was loaded meanwhile
-            process.terminate()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), seconds)
+            self._terminate()
+            await _end_of(process, limit)
+            if process.returncode is not None:
                 return True
-            logger.error("the process of %s did not end in %g s; it is killed", self.name, seconds)
+            logger.error("the process of %s did not end in %g s; it is killed", self.name, limit)
             await self._kill()
             return False
+
+    async def describe(self) -> None:
+        """Find out what lists say of the model, without loading it, if that is not known yet. Of a
+        GGUF file, or of a model that is not on this machine, it is known once it was loaded.
+        """
+        if self.description is not None:
+            return
+        words = ("mlx_paged.router.child", "--describe", "-1", self.name)
+        output, _ = await _written_by(*words, given=json.dumps(dict(self.flags)).encode())
+        if output:
+            self.description = json.loads(output)
 
     async def shrink(self, kv_nbytes: int) -> int:
         """Change what K/V may take, to at most the budget of the start; returns what it is then.
@@ -184,7 +264,7 @@ class ModelProcess:
             raise await self._lost() from error
         if response.status != 200:
             text = response.content.decode(errors="replace")
-            raise ApiError(503, f"the model {shown(self.name)} answers {target} with {text}")
+            raise ApiError(503, f"{target} is answered with {one_line(text)}")
         return response.content
 
     async def _load(self, kv_cache_bytes: int | None) -> None:
@@ -244,32 +324,43 @@ class ModelProcess:
     async def _relay(self, process: asyncio.subprocess.Process) -> None:
         """Pass on what the process says on stderr, with the model's name in front."""
         assert process.stderr is not None
-        while line := await process.stderr.readline():
-            text = line.decode(errors="replace").rstrip()
-            say(f"{self.name}: {text}")
-            if found := _REASON.search(text):
-                self._said = without_room(found[1] or found[2])
+        while not process.stderr.at_eof():
+            with suppress(ValueError):  # a line beyond _MAX_LINE
+                text = (await process.stderr.readline()).decode(errors="replace").rstrip()
+                if text:
+                    say(f"{self.name}: {text}")
+                if found := _REASON.search(text):
+                    self._said = without_room(found[1] or found[2])
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Probe the process while it runs; end it if it hangs, and note why it ended."""
         reason = ""
         while process.returncode is None:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), PROBE_SECONDS)
-            if process.returncode is None and not await self._is_healthy():
-                reason = f"it did not answer within {DEADLINE:g} s, so it was killed"
-                await self._kill()
+            await _end_of(process, PROBE_SECONDS)
+            if process.returncode is None and (found := await self._sickness()):
+                await _end_of(process, _END_SECONDS)  # It may be about to end.
+                if process.returncode is None:
+                    reason = f"{found}, so it was killed"
+                    await self._kill()
         if self.state == "loaded":
             what = reason or self._said or _in_words(process.returncode)
             self._note_failure(ApiError(503, f"has ended: {what}", code="model_ended"))
 
-    async def _is_healthy(self) -> bool:
+    async def _sickness(self) -> str:
+        """Why the process should not go on; empty if it should."""
         try:
             async with asyncio.timeout(DEADLINE):
                 await self.ask("/health")
-        except (TimeoutError, ApiError):
-            return False
-        return True
+        except TimeoutError:
+            return f"it did not answer within {DEADLINE:g} s"
+        except ApiError as error:
+            return error.message
+        return ""
+
+    def _terminate(self) -> None:
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.terminate()
 
     async def _kill(self) -> None:
         process = self._process
@@ -281,7 +372,7 @@ class ModelProcess:
 
     def _note_failure(self, error: ApiError) -> None:
         now = time.monotonic()
-        if error.status == 503 and now > self.loading_since + MAX_BACK_OFF:
+        if now > self.loading_since + MAX_BACK_OFF:
             self._num_failures = 0
         # The first time, it is started again at once.
         seconds = 2**self._num_failures if self._num_failures else 0
@@ -289,6 +380,11 @@ class ModelProcess:
         self._num_failures += 1
         self._failure, self.state = error, "failed"
         logger.error("the model %s %s", self.name, error.message)
+
+    @property
+    def failure(self) -> str | None:
+        """What happened to the process when it last failed, after its name."""
+        return None if self._failure is None else self._failure.message
 
     def _failure_now(self) -> ApiError:
         """The error for requests after a failure."""
@@ -303,11 +399,41 @@ class ModelProcess:
 
     async def _lost(self) -> ApiError:
         """The error for requests whose connection was lost."""
-        if self._watching is not None and self.state == "loaded":
+        if self.state == "loaded" and self._watching not in (None, asyncio.current_task()):
             await asyncio.wait({self._watching}, timeout=_END_SECONDS)
         if self.state == "failed":
             return self._failure_now()
         return ApiError(503, f"the model {shown(self.name)} is being unloaded; retry later")
+
+
+async def _end_of(process: asyncio.subprocess.Process, seconds: float) -> None:
+    """Wait for the end of a process, but no longer than this."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), seconds)
+
+
+async def _written_by(*words: str, given: bytes = b"") -> tuple[bytes, bytes]:
+    """What a module of this package writes to stdout, nothing if it fails, and to stderr.
+
+    Args:
+        words: the module and its arguments.
+        given: its stdin.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", *words),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(MEASURE_SECONDS):
+            output, errors = await process.communicate(given)
+    except TimeoutError:
+        return b"", b"its size was not found in time"
+    finally:
+        if process.returncode is None:
+            process.kill()
+    return b"" if process.returncode == 2 else output, errors
 
 
 def _in_words(status: int | None) -> str:

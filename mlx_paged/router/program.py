@@ -11,9 +11,8 @@ import sys
 import tempfile
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,10 @@ from mlx_paged.options.config import DEFAULT_CACHE_DIR_SIZE, KEEP_ALIVE, NBYTES
 from mlx_paged.server import program as server
 from mlx_paged.server.settings import KeyFile, in_words
 
-FLAGS = server.FLAGS | {name: f"--{name.replace('_', '-')}" for name in ("models_dir", "config")}
+FLAGS = server.FLAGS | {
+    name: f"--{name.replace('_', '-')}"
+    for name in ("models_dir", "config", "served_model_name", "memory_limit", "keep_alive")
+}
 # What the router does for all models, so that no section of a model may set it.
 _FOR_ALL = {
     *("host", "port", "allow_unauthenticated", "allowed_host", "cors_origin", "share_cache"),
@@ -63,7 +65,6 @@ def setup_arg_parser(prog: str | None = None) -> Parser:
     several.add_argument(
         "--keep-alive",
         type=KEEP_ALIVE.read_flag,
-        default="-1",
         metavar="T",
         help="how long a model stays in memory after a request if no other needs its room: "
         f"{KEEP_ALIVE.what} (default: -1)",
@@ -88,8 +89,19 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     return run_program(parser, words, lambda args: _run(parser.prog, args, words), FLAGS)
 
 
-@warnings_as_lines(say)
-def _run(prog: str, args: argparse.Namespace, words: list[str]) -> int:
+def read_flags(
+    prog: str, args: argparse.Namespace, words: Sequence[str]
+) -> tuple[argparse.Namespace, dict[str, dict[str, Any]] | None]:
+    """The flags with those of ``--config``, and the models that they name as :func:`read_models`
+    returns them; ``None`` if there is one, which is then ``args.model``.
+
+    Args:
+        prog: the program's name in errors.
+        args: what the words were parsed to.
+
+    Raises:
+        ArgumentError: the file, or a flag in it, is invalid; or as of :func:`read_models`.
+    """
     sections: dict[str, dict[str, Any]] = {}
     if args.config is not None:
         table = _read_file(args.config)
@@ -99,16 +111,31 @@ def _run(prog: str, args: argparse.Namespace, words: list[str]) -> int:
         args = setup_arg_parser(prog).parse_args(words, from_file)
     models = [*args.models, *([] if args.name is None else [args.name])]
     if not sections and args.models_dir is None and len(models) < 2:
+        for name in ("memory_limit", "keep_alive"):
+            if getattr(args, name) is not None:
+                what = "is for several models, or for one in a section of --config"
+                raise ArgumentError(f"[server] {name} {what}", name)
         args.model, args.name = next(iter(models), None), None
+        return args, None
+    if args.served_model_name:
+        raise ArgumentError(
+            "[server] served_model_name is for one model; write aliases in --config",
+            "served_model_name",
+        )
+    return args, read_models(prog, args, models, sections)
+
+
+@warnings_as_lines(say)
+def _run(prog: str, args: argparse.Namespace, words: Sequence[str]) -> int:
+    args, models = read_flags(prog, args, words)
+    if models is None:
         return server.run(args)
     server.check_extra()
     if "MLX_RANK" in os.environ:
         raise ValueError(
             "several models can't be served by several ranks; under mlx.launch, give one --model"
         )
-    if args.served_model_name:
-        raise ValueError("--served-model-name is for one model; write aliases in --config")
-    return _serve(args, read_models(prog, args, models, sections))
+    return _serve(args, models)
 
 
 def _read_file(file: str) -> dict[str, Any]:
@@ -137,7 +164,7 @@ def _parse_table(
 ) -> argparse.Namespace:
     """Parse a table with the names and values of flags, which override those of ``base``."""
     words = [word for name, value in table.items() for word in parser.words_of(name, value)]
-    return parser.parse_args(words, None if base is None else copy(base))
+    return parser.parse_args(words, argparse.Namespace() if base is None else copy(base))
 
 
 def read_models(
@@ -178,11 +205,16 @@ def read_models(
         own.served_model_name = [name, *own.aliases]
         own.name, own.api_key, own.api_key_file = None, [], None
         flags[name] = vars(own)
-        names.update(own.served_model_name)
+        names.update([*own.served_model_name, *(adapter for adapter, _ in own.adapters)])
     twice = next((name for name, count in names.items() if count > 1), None)
     if twice is not None:
         raise ArgumentError(f"[server] models: two have the name {shown(twice)}", "models")
     return flags
+
+
+def names_of(models: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """All names of models, aliases included."""
+    return [name for flags in models.values() for name in flags["served_model_name"]]
 
 
 def _models_in(folder: str) -> list[tuple[str, str]]:
@@ -208,7 +240,7 @@ def _serve(args: argparse.Namespace, models: Mapping[str, Mapping[str, Any]]) ->
     """Serve models until a signal arrives; returns the exit status."""
     from mlx_paged.router.app import RouterApp
     from mlx_paged.router.model_process import ModelProcess
-    from mlx_paged.router.residency import Residency, Resident, measure
+    from mlx_paged.router.residency import Residency, Resident
     from mlx_paged.router.router import Router
     from mlx_paged.server.http.http_server import (
         HttpServer,
@@ -219,7 +251,7 @@ def _serve(args: argparse.Namespace, models: Mapping[str, Mapping[str, Any]]) ->
     )
     from mlx_paged.server.http.logs import setup_logging
 
-    names = [name for flags in models.values() for name in flags["served_model_name"]]
+    names = names_of(models)
     settings = server.read_settings(args, names)
     budget = _budget(args.memory_limit)
     sockets = bind(settings.host, settings.port)
@@ -234,8 +266,7 @@ def _serve(args: argparse.Namespace, models: Mapping[str, Mapping[str, Any]]) ->
         residents = [
             Resident(
                 ModelProcess(name, flags, folder / str(number)),
-                partial(measure, flags),
-                KEEP_ALIVE.check("server", "keep_alive", flags["keep_alive"]),
+                KEEP_ALIVE.check("server", "keep_alive", flags["keep_alive"] or "-1"),
                 flags["pin"],
             )
             for number, (name, flags) in enumerate(models.items())

@@ -1,7 +1,7 @@
 """``Residency``: which models are in memory, within one budget for all of them.
 
 A model counts with its weights, the activations of its largest step, and its K/V. Weights and
-activations are computed before it is loaded (:func:`measure`), and K/V get what they leave: each
+activations are computed before it is loaded (:class:`Need`), and K/V get what they leave: each
 model at least what a conversation of ``LEAST_TOKENS`` takes, and the rest in equal shares. A model
 that is needed and has no room takes first the K/V that idle models have beyond that, then the place
 of the model that was used least recently. What answers is never put away, and what is pinned is
@@ -13,55 +13,26 @@ Nothing here is about HTTP or arrays. All of it runs in one event loop.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
-import sys
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from contextvars import Context
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mlx_paged.errors import one_line, shown, without_room
+from mlx_paged.errors import one_line, shown
 from mlx_paged.models.memory import MIN_KV_CACHE_BYTES, format_nbytes
-from mlx_paged.options.config import DEFAULT_BLOCK_SIZE, KVBudget
+from mlx_paged.router.model_process import PROCESS_NBYTES, ModelProcess, Need
 from mlx_paged.server.errors import ApiError
-
-if TYPE_CHECKING:
-    from mlx_paged.router.model_process import ModelProcess
 
 logger = logging.getLogger("mlx_paged.server")
 
-# What a process takes beside weights, activations and K/V: Python, its modules, a tokenizer.
-PROCESS_NBYTES = 256 * 2**20
-# A model is loaded only with room for the K/V of a conversation of this length, or of its context.
-LEAST_TOKENS = 32_768
 MAX_WAITING = 256  # requests that wait for models, all together
 WAIT_SECONDS = 600.0  # for a model to be loaded, or for room
+_SECONDS_TO_CHANGE = 20.0  # for a process to change its K/V, between two steps
 _TICK = 0.01  # seconds; timers may be early by less
-
-
-@dataclass(frozen=True)
-class Need:
-    """The bytes that a model takes.
-
-    Args:
-        weights: with those of its draft model.
-        activations: of its largest step, an estimate.
-        least_kv: K/V and states without which it is not worth loading.
-        most_kv: more is of no use to it, because the user has chosen its budget.
-    """
-
-    weights: int
-    activations: int
-    least_kv: int
-    most_kv: float = math.inf
-
-    @property
-    def nbytes(self) -> int:
-        """The least that it takes as a process."""
-        return PROCESS_NBYTES + self.weights + self.activations + self.least_kv
 
 
 @dataclass(eq=False)
@@ -70,7 +41,6 @@ class Resident:
 
     Args:
         process: loads it and puts it away.
-        measure: computes what it needs, without its weights.
         keep_alive: how many seconds it stays without a request; infinity: until others need its
             memory.
         is_pinned: whether it is never put away for others or after a time.
@@ -82,11 +52,13 @@ class Resident:
         num_users: requests that use it, which are not answered yet.
         used: when its last request began or ended, in seconds of the event loop's clock.
         expires: when it is put away unless it is used before; of the last request that began.
+        is_leaving: whether it is put away, or will be when it has answered.
+        is_loading: from the decision to load it until its requests begin.
+        task: measures it, or starts its process.
         waiting: requests that wait for it.
     """
 
     process: ModelProcess
-    measure: Callable[[], Awaitable[Need]]
     keep_alive: float = math.inf
     is_pinned: bool = False
     need: Need | None = None
@@ -97,6 +69,8 @@ class Resident:
     expires: float = math.inf
     seconds_kept: float = math.inf
     is_leaving: bool = False
+    is_loading: bool = False
+    task: asyncio.Task[None] | None = None
     waiting: list[asyncio.Future[None]] = field(default_factory=list)
 
     @property
@@ -105,7 +79,15 @@ class Resident:
 
     @property
     def is_in_memory(self) -> bool:
-        return self.process.state in ("loading", "loaded")
+        return self.is_loading or self.process.state in ("loading", "loaded")
+
+    @property
+    def is_loaded(self) -> bool:
+        return self.process.state == "loaded" and not self.is_loading
+
+    @property
+    def is_idle(self) -> bool:
+        return self.is_loaded and not self.num_users
 
     @property
     def nbytes(self) -> int:
@@ -119,7 +101,7 @@ class Resident:
         assert self.need is not None, "a model is measured before it is loaded"
         if not self.is_in_memory:
             return self.need.least_kv
-        return max(self.need.least_kv, self.kv_nbytes if self.num_users else self.kept_kv)
+        return max(self.need.least_kv, self.kept_kv if self.is_idle else self.kv_nbytes)
 
 
 class Residency:
@@ -128,8 +110,9 @@ class Residency:
         async with residency.use("qwen") as process:
             ...  # process answers; it is not put away before the end of this block
 
-    Changes are made one at a time, in the order in which models were first asked for. While the
-    next model waits for answers of others to end, new requests for these wait behind it.
+    Changes are made one at a time, in the order in which models were first asked for; what takes
+    long, measuring a model and starting its process, goes on beside them. While the next model
+    waits for answers of others to end, new requests for these wait behind it.
 
     Args:
         models: by name.
@@ -156,6 +139,8 @@ class Residency:
         self._making_room: list[Resident] = []  # that answer, and leave when they have
         self._changing: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
+        self._is_shared_out = True  # K/V, among the models in memory
+        self._is_closed = False
 
     @asynccontextmanager
     async def use(self, name: str, keep_alive: float | None = None) -> AsyncIterator[ModelProcess]:
@@ -187,8 +172,10 @@ class Residency:
             pass
 
     async def unload(self, name: str) -> None:
-        """Put a model away when it has answered what it answers now."""
+        """Put a model away when it has answered what it answers now, or end its loading."""
         model = self.models[name]
+        if model.is_loading:
+            await model.process.stop()
         model.is_leaving = model.is_in_memory
         self._wake()
         while model.is_leaving:
@@ -203,22 +190,23 @@ class Residency:
         Returns:
             whether all have ended by themselves.
         """
-        if self._changing is not None:
-            self._changing.cancel()
-            await asyncio.wait([self._changing])
+        self._is_closed = True
+        tasks = [self._changing, *(model.task for model in self.models.values())]
+        for task in (running := [task for task in tasks if task is not None]):
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
         for model in list(self._queue):
             self._refuse(model, ApiError(503, "the server is shutting down; retry later"))
-        stops = [
-            model.process.stop(seconds) for model in self.models.values() if model.is_in_memory
-        ]
+        in_memory = [model for model in self.models.values() if model.is_in_memory]
+        stops = [model.process.stop(seconds) for model in in_memory]
         return all(await asyncio.gather(*stops))
 
     def view(self, model: Resident) -> dict[str, Any]:
         """What a model counts with, what its K/V may take, how long it has been idle and when it is
         put away; ``None`` where that does not apply.
         """
-        is_idle = model.process.state == "loaded" and not model.num_users
-        now = asyncio.get_running_loop().time()
+        now, is_idle = asyncio.get_running_loop().time(), model.is_idle
         ends = is_idle and not model.is_pinned and model.expires < math.inf
         return {
             "bytes": model.nbytes if model.is_in_memory else 0,
@@ -231,8 +219,7 @@ class Residency:
 
     def _is_open(self, model: Resident) -> bool:
         """Whether a request may begin now."""
-        is_loaded = model.process.state == "loaded" and model.kv_nbytes > 0
-        return is_loaded and not model.is_leaving and model not in self._making_room
+        return model.is_loaded and not model.is_leaving and model not in self._making_room
 
     def _admit(self, model: Resident) -> None:
         model.num_users += 1
@@ -280,8 +267,9 @@ class Residency:
 
     def _wake(self) -> None:
         """Make the changes that are due."""
-        if self._changing is None or self._changing.done():
-            self._changing = asyncio.create_task(self._change())
+        if not self._is_closed and (self._changing is None or self._changing.done()):
+            # Outside of the request that has caused it, of which log lines would have the id.
+            self._changing = asyncio.create_task(self._change(), context=Context())
 
     async def _change(self) -> None:
         while (change := self._next_change()) is not None:
@@ -298,6 +286,8 @@ class Residency:
             if model.is_leaving and not model.is_in_memory:  # Its process has ended by itself.
                 model.is_leaving = False
                 self._note_change()
+            if model.is_loading and model.task is None:
+                return self._end_load(model)
         if (excess := self._next_excess()) is not None:
             return self._put_away(*excess)
         self._let_all_in()
@@ -306,18 +296,18 @@ class Residency:
         for model in list(self._queue):
             if (change := self._way_in(model)) is not None or self._making_room:
                 return change
-        return None
+        return None if self._is_shared_out else self._share_out()
 
     def _next_excess(self) -> tuple[Resident, str] | None:
         """A model that is to be put away although no other one waits for its room, and why."""
-        in_memory = [each for each in self.models.values() if each.process.state == "loaded"]
+        idle = [each for each in self.models.values() if each.is_idle]
         now = asyncio.get_running_loop().time()
-        idle = [each for each in in_memory if not each.num_users]
         for model in idle:
             if model.is_leaving:
                 return model, "as asked"
             if model.expires <= now and not model.is_pinned:
                 return model, "its time is over"
+        in_memory = [each for each in self.models.values() if each.is_in_memory]
         unpinned = [each for each in idle if not each.is_pinned]
         if unpinned and len(in_memory) > 1 and not self._fits(in_memory):
             return min(unpinned, key=lambda each: each.used), "models take more than the budget"
@@ -329,18 +319,19 @@ class Residency:
         """
         if self._is_open(model):
             self._let_in(model)
-        if model.is_in_memory or not model.waiting:
+        if model.is_in_memory or model.task is not None or not model.waiting:
             return None  # It may be leaving, and is loaded again afterwards.
         if model.need is None:
-            return self._measure(model)
+            model.task = asyncio.create_task(self._measure(model))
+            return None
         leaving = self._those_that_leave(model)
         if leaving is None:
             self._refuse(model, self._no_room(model))
             return None
-        if idle := [each for each in leaving if not each.num_users]:
+        if idle := [each for each in leaving if each.is_idle]:
             return self._put_away(idle[0], f"{model.name} needs its room")
         self._making_room = leaving
-        return None if leaving else self._load(model)
+        return None if leaving else self._begin_load(model)
 
     def _let_all_in(self) -> None:
         """Let requests begin whose models are there, and forget models that none waits for."""
@@ -360,13 +351,15 @@ class Residency:
 
     async def _measure(self, model: Resident) -> None:
         try:
-            need = await model.measure()
+            need = await model.process.measure()
+            # One that has the memory for itself may have less K/V than others are given.
+            most = max(self._kv_beside([need]), MIN_KV_CACHE_BYTES)
+            model.need = replace(need, least_kv=min(need.least_kv, most))
         except Exception as error:
             self._refuse(model, error)
-            return
-        # A model that has the memory for itself may have less K/V than others are given.
-        most = max(self._kv_beside([need]), MIN_KV_CACHE_BYTES)
-        model.need = replace(need, least_kv=min(need.least_kv, most))
+        finally:
+            model.task = None
+            self._wake()
 
     async def _put_away(self, model: Resident, why: str) -> None:
         model.is_leaving = True
@@ -376,42 +369,54 @@ class Residency:
         except Exception as error:
             logger.error("%s could not be put away: %s", model.name, one_line(error))
         finally:
-            model.is_leaving = False
+            model.is_leaving = self._is_shared_out = False
             model.kv_nbytes, model.kept_kv, model.expires = 0, 0, math.inf
-        if not self._queue:
-            await self._share_out()
 
-    async def _load(self, model: Resident) -> None:
+    async def _begin_load(self, model: Resident) -> None:
+        """Take from idle models the K/V that a model needs, and begin to load it."""
         assert model.need is not None, "it was measured"
         others = [each for each in self.models.values() if each.is_in_memory]
         shares = self._shares([*others, model])
         for each in others:
-            if shares[each] < each.kv_nbytes:
+            if each.is_loaded and shares[each] < each.kv_nbytes:
                 await self._set_kv(each, shares[each])
-        if sum(each.kv_nbytes for each in others) + shares[model] > self._kv_of([*others, model]):
+        least = sum(each.kv_nbytes for each in others) + model.need.least_kv
+        if least > self._kv_of([*others, model]):
             return  # A request has begun meanwhile, which keeps its K/V: see again who leaves.
-        begin, alone = asyncio.get_running_loop().time(), self._kv_beside([model.need])
-        model.kv_nbytes = model.kept_kv = 0  # those of a process that has ended by itself
+        # No more until it is loaded, which may take long.
+        model.is_loading, model.kv_nbytes, model.kept_kv = True, model.need.least_kv, 0
+        model.task = asyncio.create_task(self._start(model))
+
+    async def _start(self, model: Resident) -> None:
+        assert model.need is not None, "it was measured"
         try:
+            # What it may have alone is the limit of later changes.
+            alone = self._kv_beside([model.need])
             await model.process.start(int(min(model.need.most_kv, alone)))
-            model.kv_nbytes = model.need.least_kv
-            await self._set_kv(model, shares[model])
-            held = await model.process.nbytes()
-        except Exception as error:
-            model.need = None
+        except BaseException as error:
+            model.is_loading, model.need, model.kv_nbytes = False, None, 0
+            if not isinstance(error, Exception):
+                raise
             self._refuse(model, error)
-            return
-        seconds = asyncio.get_running_loop().time() - begin
-        logger.info(
-            "%s is loaded: %s and %s for K/V, in %.1f s",
-            *(model.name, format_nbytes(held), format_nbytes(model.kv_nbytes), seconds),
-        )
-        # By its own measure it may hold more than was computed.
-        weights = max(model.need.weights, held - PROCESS_NBYTES)
-        model.need = replace(model.need, weights=weights)
-        model.expires = math.inf
-        self._let_in(model)
+        finally:
+            model.task, self._is_shared_out = None, False
+            self._wake()
+
+    async def _end_load(self, model: Resident) -> None:
+        """Give a model that is loaded its share of K/V, and let its requests begin."""
+        assert model.need is not None, "it was measured"
+        await self._set_kv(model, model.kv_nbytes)
         await self._share_out()
+        with suppress(ApiError, TimeoutError):  # It has ended; its requests see why.
+            # By its own measure it may hold more than was computed.
+            async with asyncio.timeout(_SECONDS_TO_CHANGE):
+                held = await model.process.nbytes()
+            weights = max(model.need.weights, held - PROCESS_NBYTES)
+            model.need = replace(model.need, weights=weights)
+            size, kv = format_nbytes(held), format_nbytes(model.kv_nbytes)
+            logger.info("%s holds %s, and may have %s for K/V", model.name, size, kv)
+        model.is_loading, model.expires = False, math.inf
+        self._let_in(model)
 
     # Bytes
 
@@ -434,7 +439,7 @@ class Residency:
         """
         kept = [each for each in self.models.values() if each.is_in_memory]
         leaving: list[Resident] = []
-        for each in sorted(kept, key=lambda each: (each.num_users > 0, each.used)):
+        for each in sorted(kept, key=lambda each: (not each.is_idle, each.used)):
             if not each.is_pinned and not self._fits([*kept, model]):
                 kept.remove(each)
                 leaving.append(each)
@@ -460,20 +465,25 @@ class Residency:
         return dict(zip((model for model, _ in most_kv), shares_of(level), strict=True))
 
     async def _share_out(self) -> None:
-        """Give models in memory their shares. Those that lose something come first."""
-        in_memory = [each for each in self.models.values() if each.process.state == "loaded"]
-        shares = self._shares(in_memory)
-        for model in sorted(in_memory, key=lambda each: shares[each] - each.kv_nbytes):
-            if shares[model] != model.kv_nbytes:
-                await self._set_kv(model, shares[model])
+        """Give models in memory their shares: first those that lose something by it."""
+        self._is_shared_out = True
+        for gains in (False, True):
+            shares = self._shares(each for each in self.models.values() if each.is_in_memory)
+            for model, nbytes in shares.items():
+                is_due = nbytes > model.kv_nbytes if gains else nbytes < model.kv_nbytes
+                if is_due and model.process.state == "loaded":
+                    await self._set_kv(model, nbytes)
 
     async def _set_kv(self, model: Resident, nbytes: int) -> None:
         """Set what the K/V of a model may take. It keeps more while requests need it."""
         try:
-            model.kv_nbytes = await model.process.shrink(nbytes)
+            async with asyncio.timeout(_SECONDS_TO_CHANGE):
+                model.kv_nbytes = await model.process.shrink(nbytes)
         except Exception as error:
-            # A process that has ended holds nothing; another one keeps to what it was told before.
-            logger.warning("the K/V of %s could not be changed: %s", model.name, one_line(error))
+            # One that has ended holds nothing; another one may do it later, or may not.
+            model.kv_nbytes = max(model.kv_nbytes, nbytes)
+            what = one_line(error) or "it did not answer"
+            logger.warning("the K/V of %s could not be changed: %s", model.name, what)
         model.kept_kv = model.kv_nbytes if model.kv_nbytes > nbytes else 0
 
     def _no_room(self, model: Resident) -> ApiError:
@@ -485,11 +495,11 @@ class Residency:
         others = [
             each
             for each in self.models.values()
-            if each is not model and each.is_in_memory and (each.is_pinned or each.num_users)
+            if each is not model and each.is_in_memory and (each.is_pinned or not each.is_idle)
         ]
         held = [
             f"{each.name} {format_nbytes(each.nbytes - each.kv_nbytes + each.least_kv)} "
-            f"({'pinned' if each.is_pinned else 'answers'})"
+            f"({'pinned' if each.is_pinned else 'answers' if each.num_users else 'is loading'})"
             for each in others
         ]
         left = format_nbytes(max(0, self._kv_of([*others, model])))
@@ -503,45 +513,3 @@ class Residency:
             "--memory-limit"
         )
         return ApiError(503, what, code="no_room", headers={"Retry-After": "10"})
-
-
-async def measure(flags: Mapping[str, Any]) -> Need:
-    """What a model needs, computed by ``mlx-paged fit`` from its configuration and the headers of
-    its weights, in a process of its own: its modules and arrays leave nothing behind.
-
-    Args:
-        flags: the parsed flags of the model's server.
-
-    Raises:
-        ApiError: there is no such model, or it can't run here.
-    """
-    words = ["fit", flags.get("model") or "demo", "--json"]
-    for flag, name in (("--draft-model", "draft_model"), ("--kv-bits", "kv_format")):
-        if flags.get(name) is not None:
-            words += [flag, str(flags[name])]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "mlx_paged", *words),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        output, errors = await process.communicate()
-    except BaseException:
-        process.kill()
-        raise
-    if process.returncode == 2 or not output:
-        lines = errors.decode(errors="replace").strip().splitlines() or ["it gave no reason"]
-        what = without_room(lines[-1].partition("error: ")[2] or lines[-1])
-        named = shown(flags["served_model_name"][0])
-        raise ApiError(500, f"the model {named} can't be loaded: {what}", code="model_load_failed")
-    found = json.loads(output)
-    num_tokens = min(LEAST_TOKENS, flags.get("max_model_len") or found["context_of_model"])
-    least_kv = found["kv_per_token"] * num_tokens + found["states"]
-    given = flags.get("kv_cache_bytes")
-    if given is not None:
-        budget = KVBudget.parse(given)
-        block_nbytes = found["kv_per_token"] * flags.get("block_size", DEFAULT_BLOCK_SIZE)
-        least_kv = budget.nbytes or ((budget.num_blocks or 0) + 1) * block_nbytes
-    most_kv = math.inf if given is None else least_kv
-    return Need(found["weights"], found["activations_estimated"], least_kv, most_kv)

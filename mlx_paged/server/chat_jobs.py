@@ -64,7 +64,7 @@ def prepare(work: Work, service: Service, job: ChatJob) -> Generation:
     options = {**service.template_options, **job.template_options}
     if job.tools and (job.tool_choice != "none" or TemplateTraits.of(tokenizer).shows_tools):
         options["tools"] = [tool.form for tool in job.tools]
-    encode = partial(service.kept_answers.encode, tokenizer, cache_salt=asked.cache_salt)
+    encode = partial(service.kept_answers.encode, tokenizer, cache_salt=asked.answer_salt)
     try:
         check = service.length_limit(work).check
         prompt = encode(job.messages, options, check_length=check)

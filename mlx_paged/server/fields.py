@@ -30,7 +30,7 @@ from mlx_paged.server.generations import Generation
 from mlx_paged.server.schemas import ONE_OR_MORE, Body, Filled, OneOf, refused, short
 from mlx_paged.server.service import Service
 
-_MAX_NAME_LEN = 256  # of a model; each event of a stream contains it
+MAX_NAME_LEN = 256  # of a model; each event of a stream contains it
 
 MAX_COMPLETIONS = 128  # per prompt, as in OpenAI's API
 MAX_STOPS = 64  # each new piece of text is searched for all of them
@@ -53,10 +53,16 @@ class ModelFields(Body):
 
 
 def check_model_name(name: str, service: Service) -> None:
-    """Raise unless the server has a model of this name."""
-    is_taken = service.takes_any_name and len(name) <= _MAX_NAME_LEN
-    if same_names(name).isdisjoint(service.model_names) and not is_taken:
-        raise unknown_model(name, service.model_names)
+    """Raise unless the server has a model or an adapter of this name."""
+    is_taken = service.takes_any_name and len(name) <= MAX_NAME_LEN
+    if same_names(name).isdisjoint(service.all_names) and not is_taken:
+        raise unknown_model(name, service.all_names)
+
+
+def adapter_of(name: str, service: Service) -> str | None:
+    """The adapter that a model's name stands for; ``None`` for the model alone."""
+    found = same_names(name).intersection(service.adapter_names)
+    return next(iter(found), None)
 
 
 class RequestFields(ModelFields):
@@ -71,9 +77,10 @@ class RequestFields(ModelFields):
     # A router reads it. A server of one model keeps that in memory.
     keep_alive: Any = None
 
-    def options(self) -> RequestOptions:
+    def options(self, service: Service) -> RequestOptions:
         """The corresponding options of a request to the engine."""
         return {
+            "adapter": adapter_of(self.model_name(service), service),
             "priority": self.priority,
             "cache_salt": self.cache_salt or None,
             "no_store": self.no_store,
@@ -358,8 +365,8 @@ class GenerationFields(RequestFields, SamplingFields):
         if self.stream_options is not None and not self.stream:
             raise refused("stream_options", "is given, but stream is not true")
 
-    def options(self) -> RequestOptions:
-        options = super().options()
+    def options(self, service: Service) -> RequestOptions:
+        options = super().options(service)
         if not self.cache_prompt:
             options["cache_salt"] = uuid.uuid4().hex  # unique, so that nothing is shared
         if self.prompt_cache_retention == "in_memory" or not self.cache_prompt:
@@ -382,4 +389,4 @@ class GenerationFields(RequestFields, SamplingFields):
         fields = {**(fields or {}), **requested.fields}
         values["structured_outputs"] = requested.params
         params = self.sampling(service.default_params, fields, **values)
-        return Generation([], params, self.options(), fields=fields)
+        return Generation([], params, self.options(service), fields=fields)

@@ -5,6 +5,7 @@ the answer so far as blocks and numbers of tokens, which each protocol renders i
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -66,6 +67,12 @@ class Generation:
     @property
     def cache_salt(self) -> str | None:
         return self.options.get("cache_salt")
+
+    @property
+    def answer_salt(self) -> str | None:
+        """Separates its answers from those of others: its salt, and its adapter if it has one."""
+        adapter = self.options.get("adapter")
+        return self.cache_salt if adapter is None else json.dumps([self.cache_salt, adapter])
 
     @property
     def no_store(self) -> bool:

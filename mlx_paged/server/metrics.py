@@ -7,8 +7,9 @@ steps do no work for it.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, TypeAlias
 
@@ -28,6 +29,7 @@ from starlette.types import Scope
 
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.reports import Histogram
+from mlx_paged.engine.request import Completion
 from mlx_paged.engine.stats import EngineStats
 from mlx_paged.engine.storing.tier_cache import TierCacheStats
 from mlx_paged.request import SpecDecodingStats
@@ -45,6 +47,8 @@ _GAUGES = {
     "vllm:num_requests_waiting": "Waiting sequences.",
     "vllm:kv_cache_usage_perc": "Share of the K/V budget in blocks held by requests, from 0 to 1.",
     "vllm:cache_config_info": "The configuration of the K/V cache; the value is always 1.",
+    "vllm:lora_requests_info": "The adapters of running and of waiting requests, and the most "
+    "that may be loaded; the value is the time of the scrape.",
     "mlx_paged:kv_cache_blocks": "Allocated blocks: held by requests, free but cached, and empty.",
     "mlx_paged:checkpoints": "Recurrent states kept for prefix hits.",
     "mlx_paged:checkpoint_bytes": "Bytes of recurrent states.",
@@ -171,6 +175,25 @@ class EngineCollector(Collector):
             "vllm:prompt_tokens_cached": num_cached,
             "vllm:generation_tokens": stats.num_generation_tokens,
             **self._drafts(stats.spec_decoding),
+            **self._adapters(),
+        }
+
+    def _adapters(self) -> dict[str, Value]:
+        scheduler, most = self._engine.scheduler, self._engine.adapters.max_adapters
+        if not most:
+            return {}
+
+        def names(completions: Iterable[Completion]) -> str:
+            adapters = [each.request.adapter for each in completions]
+            return ",".join(sorted({each.name for each in adapters if each is not None}))
+
+        labels = {
+            "max_lora": str(most),
+            "running_lora_adapters": names(list(scheduler.running)),
+            "waiting_lora_adapters": names(list(scheduler.waiting)),
+        }
+        return {
+            "vllm:lora_requests_info": (" ".join(labels), {tuple(labels.values()): time.time()})
         }
 
     def _drafts(self, stats: SpecDecodingStats) -> dict[str, Value]:

@@ -23,7 +23,7 @@ from mlx_paged.options.argument_values import check_token_ids
 from mlx_paged.options.sampling_params import PoolingParams
 from mlx_paged.request import RequestOutput
 from mlx_paged.server.errors import ApiError, api_error
-from mlx_paged.server.fields import ModelFields, TokenIds
+from mlx_paged.server.fields import ModelFields, TokenIds, adapter_of
 from mlx_paged.server.generations import Generation
 from mlx_paged.server.prompt_threads import Work
 from mlx_paged.server.routes import ApiRoute, RequestContext
@@ -47,9 +47,13 @@ class PoolingFields(ModelFields):
     cache_salt: Filled | None = None
     user: Any = None  # Without effect, as in chat.
 
-    def options(self) -> RequestOptions:
+    def options(self, service: Service) -> RequestOptions:
         """The corresponding options of a request to the engine."""
-        return {"priority": self.priority, "cache_salt": self.cache_salt}
+        return {
+            "priority": self.priority,
+            "cache_salt": self.cache_salt,
+            "adapter": adapter_of(self.model_name(service), service),
+        }
 
 
 class EmbeddingRequest(PoolingFields):
@@ -98,14 +102,13 @@ async def embeddings(context: RequestContext[EmbeddingRequest]) -> Response:
 
     def read(work: Work) -> tuple[EmbeddingRequest, list[Generation]]:
         body = context.read_body()
-        body.model_name(context.service)
         return body, read_inputs(
             work,
             context,
             body.inputs,
             dimensions=body.dimensions,
             prompt_name=body.prompt_name,
-            options=body.options(),
+            options=body.options(context.service),
         )
 
     body, generations = await context.run_in_tokenizer_pool(read)
@@ -308,7 +311,7 @@ def _read_pairs(
         fields: the client's fields by the names of arguments.
     """
     service = context.service
-    body.model_name(service)
+    options = body.options(service)
     limit = service.length_limit(work)
     for given in (queries, documents):
         for text in [given] if isinstance(given, str) else given:
@@ -322,7 +325,7 @@ def _read_pairs(
     _check_lengths(
         service, {f"{place}[{index}]": token_ids for index, (token_ids, _) in enumerate(requests)}
     )
-    return [_generation(context, *each, body.options()) for each in requests]
+    return [_generation(context, *each, options) for each in requests]
 
 
 ROUTES = [

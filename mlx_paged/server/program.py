@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -54,6 +54,7 @@ _EXTRA = (
 _MAX_FILES = 8192  # open files, a number that macOS lets a process request
 _OTHER_FILES = 128
 SWITCH_SECONDS = 0.0005
+DEFAULT_MAX_ADAPTERS = 8  # with --adapters-dir
 FLAGS = {
     **flags.FLAGS,
     **flags.engine_flags("server"),
@@ -262,14 +263,19 @@ def follow(args: argparse.Namespace) -> None:
 def _load(
     args: argparse.Namespace,
 ) -> tuple[Module, TokenizerWrapper, dict[str, Any], dict[str, Any]]:
-    """:func:`flags.load_model` with ``--chat-template``.
+    """:func:`flags.load_model` with ``--chat-template``."""
+    return flags.load_model(args, "server", tokenizer_config(args))
+
+
+def tokenizer_config(args: argparse.Namespace) -> dict[str, Any] | None:
+    """What replaces fields of the tokenizer's configuration.
 
     Raises:
         ArgumentError: the file ``--chat-template``, which replaces the model's own template, can't
             be read.
     """
     if args.chat_template is None:
-        return flags.load_model(args, "server")
+        return None
     try:
         template = Path(args.chat_template).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -278,7 +284,7 @@ def _load(
             f"{system_reason(error)}",
             "chat_template",
         ) from error
-    return flags.load_model(args, "server", {"chat_template": template})
+    return {"chat_template": template}
 
 
 def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
@@ -295,6 +301,9 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
 
     options = template_options(args)
     model, tokenizer, engine_options, sampling = _load(args)
+    names = args.served_model_name or ()
+    names = tuple(name for name in names if name != ANY_NAME) or (name_of(args.model),)
+    _prepare_adapters(engine_options, settings, names)
     engine = AsyncEngine(model, tokenizer, **engine_options)
 
     # Read the vocabulary for grammars now: later, its seconds would delay all requests. A tokenizer
@@ -306,12 +315,11 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
     if settings.keep_reasoning and not any(name in template for name in KEEPS_REASONING):
         unknown = ", ".join(KEEPS_REASONING)
         say(f"[--keep-reasoning has no effect: the chat template uses none of {unknown}]")
-    names = args.served_model_name or ()
     return Service(
         engine,
         tokenizer,
-        model_names=tuple(name for name in names if name != ANY_NAME) or (name_of(args.model),),
-        takes_any_name=ANY_NAME in names,
+        model_names=names,
+        takes_any_name=ANY_NAME in (args.served_model_name or ()),
         defaults=sampling,
         max_tokens=None if args.max_tokens == -1 else args.max_tokens,
         template_options=options,
@@ -324,6 +332,30 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         ).admit,
         settings=settings,
     )
+
+
+def _prepare_adapters(
+    options: dict[str, Any], settings: ServerSettings, model_names: Collection[str]
+) -> None:
+    """Check the adapters of the flags, and make room for those that are loaded later.
+
+    Raises:
+        ArgumentError: an adapter has a name of the model, or there is no folder ``--adapters-dir``.
+    """
+    names, folder = [name for name, _ in options["adapters"]], settings.adapters_dir
+    for name in set(names).intersection(model_names):
+        what = f"[server] adapters: {shown(name)} is the name of the model; choose another one"
+        raise ArgumentError(what, "adapters")
+    if folder is not None and not Path(folder).is_dir():
+        raise ArgumentError(f"[server] adapters_dir: no folder {shown(folder)}", "adapters_dir")
+    options["max_adapters"] = max_adapters_of({**options, "adapters_dir": folder})
+
+
+def max_adapters_of(flags: Mapping[str, Any]) -> int:
+    """The most adapters that a server with these flags has at once."""
+    given: int | None = flags.get("max_adapters")
+    least = 0 if flags.get("adapters_dir") is None else DEFAULT_MAX_ADAPTERS
+    return max(len(flags.get("adapters", ())), least) if given is None else given
 
 
 def name_of(model: str | None) -> str:

@@ -84,7 +84,7 @@ _SYNONYMS = (
     ("reasoning_effort", "reasoning.effort", "output_config.effort"),
 )
 _ADVICE = {
-    "adapters": "start a server with --adapter-path",
+    "adapters": "start the server with --adapter, and send its name as model",
     "draft_model": "start a server with a draft model",
     "chat_template": "start the server with --chat-template",
     "previous_response_id": "nothing is stored here; send the whole conversation as input",

@@ -124,6 +124,16 @@ class Service:
         return itertools.count()
 
     @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """The names of the loaded adapters, which clients may use as models."""
+        return tuple(self.engine.engine.adapters.loaded)
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """Those of the model and of the adapters."""
+        return (*self.model_names, *self.adapter_names)
+
+    @property
     def token_texts(self) -> TokenTexts:
         """The bytes of each token."""
         return token_texts_of(self.tokenizer)

@@ -185,6 +185,16 @@ class ServerSettings:
             _SECONDS_OR_NEVER,
         ),
     ] = 120.0
+    adapters_dir: Annotated[
+        str | None,
+        _setting(
+            "folder below which an administrator may load LoRA adapters while the server runs "
+            "(/v1/load_lora_adapter); --max-adapters is then 8 by default, or the number of "
+            "adapters if there are more",
+            replace(ANY_TEXT, metavar="FOLDER"),
+            default_text="none",
+        ),
+    ] = None
     no_idle_prefill: Annotated[
         bool,
         _setting(
@@ -265,6 +275,16 @@ def read_api_keys(
             continue
         raise ArgumentError(f"[server] {argument}: {what}", argument)
     return tuple(keys)
+
+
+def first_key(file: str) -> str:
+    """The first key of a key file, for a client.
+
+    Raises:
+        ArgumentError: as of :func:`read_api_keys`.
+    """
+    words = _read_lines(file)[0].split()
+    return words[min(1, len(words) - 1)]
 
 
 def in_words(keys: Sequence[ApiKey]) -> str:

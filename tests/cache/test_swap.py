@@ -194,7 +194,7 @@ def test_what_the_device_gives_is_the_budget_from_then_on(failing_grow, fails_at
             seqs.cache.make_room(num_blocks)
     # "a" holds 4 of 4 blocks. The first growth, of both layers, is by the 5 that shall be free.
     num_usable = 4 if fails_at <= 2 else 9
-    assert seqs.cache.pool.num_usable_blocks == num_usable and seqs.cache.num_growable_blocks == 0
+    assert seqs.cache.pool.num_usable_blocks == num_usable and seqs.cache.num_growable_blocks() == 0
     assert slab_lengths(seqs) == [num_usable + 1] * 4
     # Where twice as much can't be had, what is needed is asked for, and then nothing any more.
     assert len(calls) == (fails_at if fails_at <= 2 else fails_at + 1)
@@ -221,7 +221,7 @@ def test_where_twice_as_much_can_not_be_had_what_is_needed_may_be(monkeypatch):
     seqs = Sequences(PagedKVCache(SMALL, initial_blocks=7))
     seqs.cache.make_room(10)  # doubling would be 14
     assert (seqs.cache.pool.num_usable_blocks, seqs.cache.pool.num_empty_blocks) == (10, 10)
-    assert seqs.cache.num_growable_blocks == 390
+    assert seqs.cache.num_growable_blocks() == 390
     check_manager(seqs.manager)
 
 
@@ -234,7 +234,7 @@ def test_what_another_holder_of_the_kv_can_not_have_is_given_back():
     with pytest.warns(UserWarning, match="no memory for more than 4 blocks"):
         seqs.cache.make_room(3)
     assert asked == [True, True], "twice as much, then what is needed"
-    assert seqs.cache.pool.num_usable_blocks == 4 and seqs.cache.num_growable_blocks == 0
+    assert seqs.cache.pool.num_usable_blocks == 4 and seqs.cache.num_growable_blocks() == 0
     assert slab_lengths(seqs) == [5] * 4
     check_manager(seqs.manager)
     assert_holds(seqs, "a", k, v)
@@ -245,7 +245,7 @@ def test_memory_that_was_given_back_may_be_asked_for_again(failing_grow, monkeyp
     failing_grow(1)
     with pytest.warns(UserWarning, match="no memory for more than 4 blocks"):
         seqs.cache.make_room(5)
-    assert seqs.cache.num_growable_blocks == 0
+    assert seqs.cache.num_growable_blocks() == 0
     monkeypatch.undo()
     seqs.cache.shrink()
     seqs.cache.make_room(5)

@@ -120,7 +120,6 @@ def test_a_name_of_several_models_is_an_error(refused: Callable[..., str], hub: 
         (["run", "owner/name", "Hello there"], "type {prog} chat owner/name 'Hello there'"),
         (["run"], "type {prog} chat MODEL"),
         (["download", "owner/name"], "type {prog} pull owner/name"),
-        (["ps"], "type curl http://127.0.0.1:8000/v1/models"),
         (["ls"], "type {prog} list"),
         (["remove", "x"], "type {prog} rm x"),
     ],

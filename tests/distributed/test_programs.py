@@ -49,6 +49,9 @@ except RuntimeError as error:
     print(error)
 choice = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["Tom", "Tim"]))
 print(llm.chat(asked, choice)[0].outputs[0].text)
+# Rounded, because the sums of ranks round otherwise than those of one process.
+[output] = llm.embed(["The cat"], 4)
+print([round(each, 3) for each in output.outputs.embedding])
 stats = llm.stats()
 print(json.dumps([stats.num_steps, stats.num_generation_tokens]))
 # Without a seed: alike on all ranks, and on nobody else.
@@ -68,7 +71,7 @@ def test_a_script_that_every_rank_runs_gets_the_same_outputs_everywhere(tmp_path
     assert [(each.status, each.err) for each in ended] == [(0, "")] * 2
     assert ended[0].out == ended[1].out
     assert ended[0].out.splitlines()[:-1] == alone.getvalue().splitlines()[:-1]
-    assert alone.getvalue().count("\n") == 12
+    assert alone.getvalue().count("\n") == 13
 
 
 def ask(url: str, question: str) -> str:

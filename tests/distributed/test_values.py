@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_paged import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from mlx_paged import PoolingParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from mlx_paged.distributed import RanksError
 from mlx_paged.distributed.values import as_json, from_json
 from mlx_paged.engine.request import Request
@@ -67,6 +67,7 @@ OUTPUT = RequestOutput(
             structured_outputs=StructuredOutputsParams(json={"type": "object"}),
             output_kind=RequestOutputKind.DELTA,
         ),
+        PoolingParams(dimensions=16, token_ids=(1, 2), num_shared_tokens=3),
     ],
 )
 def test_a_value_arrives_as_it_was(value: object):
@@ -80,6 +81,9 @@ def test_an_output_that_arrived_is_read_as_before():
 
 
 def test_a_request_arrives_with_its_user_and_all_else_that_plans_depend_on():
+    pooled = Request("a", [1, 2], PoolingParams(dimensions=16))
+    told = Request.from_arguments(arrived(pooled.arguments))
+    assert (told.pooling, told.params) == (pooled.pooling, pooled.params)
     request = Request(
         "a", [1, 2], SamplingParams(n=2), seed=5, priority=-3, cache_salt="s", user="ann"
     )

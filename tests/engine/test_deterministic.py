@@ -26,10 +26,9 @@ from helpers.workloads import Ask, Workload
 
 from mlx_paged import LLM
 from mlx_paged.engine import build
-from mlx_paged.engine.scheduling import prefix_cache
+from mlx_paged.engine.scheduling import prefix_cache, scheduler
 from mlx_paged.engine.scheduling.batch import Batch
 from mlx_paged.engine.scheduling.prefix_cache import PrefixCache
-from mlx_paged.engine.scheduling.scheduler import Scheduler
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.deterministic import deterministic_matmul
 from mlx_paged.snapshots import SnapshotError
@@ -106,7 +105,7 @@ def blocks_of_answers_are_hit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chunks_run_beside_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Batch, "may_hold", lambda self, completion: True)
+    monkeypatch.setattr(Batch, "holds", lambda self, completion: True)
     monkeypatch.setattr(Batch, "is_full", False)
 
 
@@ -133,9 +132,9 @@ def test_a_planted_fault_is_seen(
 
 def test_a_step_has_one_chunk_or_rows_of_those_who_answer(monkeypatch: pytest.MonkeyPatch):
     batches: list[Batch] = []
-    schedule = Scheduler.schedule
+    schedule = scheduler.Scheduler.schedule
     monkeypatch.setattr(
-        Scheduler,
+        scheduler.Scheduler,
         "schedule",
         lambda self, *args, **options: (
             batches.append(schedule(self, *args, **options)) or batches[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.adapted_models import mlx_lm_model
+from helpers.disk_tiers import block_files, tiered
 from helpers.drafting import eager_drafts
 from helpers.engine_runs import (
     CONFIG,
@@ -18,13 +20,17 @@ from helpers.engine_runs import (
     greedy,
     make_engine,
     prompt,
+    replays_of,
     run,
+    small_model,
     tiny_models,
 )
 from helpers.model_zoo import make_from_config
 from helpers.qwen3_helpers import load_model
 from mlx.nn.layers.base import Module
+from paged_testing.pure_metal import pure_metal
 
+from mlx_paged.engine import compiled_decode
 from mlx_paged.engine.engine import Engine
 from mlx_paged.errors import ArgumentError, PromptTooLongError
 from mlx_paged.models import qwen3
@@ -187,6 +193,15 @@ def test_embeddings_are_preempted_and_recomputed():
     assert_nothing_held(engine)
 
 
+def test_many_embeddings_of_a_user_delay_no_other():
+    engine = make_engine(model_of("native"), max_num_batched_tokens=32, max_num_seqs=4)
+    for number in range(40):
+        engine.add_request(f"a{number}", prompt(60, seed=number), EMBEDDING, user="ann")
+    engine.step()
+    engine.add_request("b", prompt(60, seed=50), EMBEDDING, user="bob")
+    assert list(run(engine)).index("b") < 8
+
+
 def test_an_embedding_is_aborted_between_two_chunks():
     engine = make_engine(model_of("native"), max_num_batched_tokens=64)
     engine.add_request("e", prompt(300), EMBEDDING)
@@ -227,10 +242,9 @@ def test_results_that_are_not_finite_are_an_error():
 
 
 def test_embeddings_run_beside_drafts_of_a_head():
-    mx.random.seed(7)
-    model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG | {"head_dim": 32}))
+    model = small_model(head_dim=32)
     head = DraftHead(model, LAYOUTS["qwen3"])
-    mx.eval(model.parameters(), head.parameters())
+    mx.eval(head.parameters())
     engine, plain = make_engine(model, draft_model=head), make_engine(model)
     engine.scheduler.speculation = eager_drafts(engine)
     engine.add_request("chat", prompt(37, seed=1), greedy(12))
@@ -258,6 +272,97 @@ def test_a_recurrent_model_gives_embeddings():
     assert engine.stats().num_checkpoints <= 1
 
 
+def test_decodes_are_replayed_but_beside_the_end_of_an_embedding(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(compiled_decode, "NUM_BUILT_FIRST", 0)
+    chat, model = prompt(37, seed=1), small_model(head_dim=32)
+    expected = ask_alone(model, chat, greedy(12))
+    embedding = embed(make_engine(model), [*chat[:32], 5])
+    with pure_metal():
+        engine = make_engine(model, run_ahead=True)
+        replays = replays_of(engine)
+        engine.add_request("chat", chat, greedy(12))
+        for _ in range(4):
+            engine.step()
+        # All but one of its tokens are found, so the step has one token of each request.
+        engine.add_request("hit", [*chat[:32], 5], EMBEDDING)
+        outputs = run(engine)
+    assert outputs["hit"].num_cached_tokens == 32
+    assert outputs["chat"].outputs[0].token_ids == expected
+    assert difference(outputs["hit"].pooled, embedding) < TOLERANCE
+    # The prompt, the embedding, which asks for no replay, and the decodes.
+    assert replays == [False] + [True] * 10
+
+
+def test_embeddings_read_a_tier_and_write_nothing(tmp_path: Path):
+    model = model_of("native")
+    with tiered(model, tmp_path) as engine:
+        engine.add_request("chat", prompt(70), greedy(4))
+        run(engine)
+    files = block_files(tmp_path)
+    assert files
+    with tiered(model, tmp_path) as engine:
+        tokens = prompt(70)[:64] + prompt(60, seed=4)
+        output = run_one(engine, tokens)
+        assert output.num_read_tokens == output.num_cached_tokens == 64
+        assert difference(output.pooled, embedding_of_mlx_lm(tokens)) < TOLERANCE
+    assert block_files(tmp_path) == files
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_any_mix_of_embeddings_scores_and_chats(seed: int):
+    """Preempted, swapped, aborted and failed steps at random, on a small pool."""
+    rng, model = random.Random(seed), model_of("native")
+    engine = make_engine(
+        model,
+        kv_cache_bytes="24blocks",
+        swap_bytes="8blocks",
+        max_num_batched_tokens=48,
+        max_num_seqs=6,
+        run_ahead=seed == 2,
+    )
+    launch = engine.runner.launch
+
+    def failing(*args: Any) -> Any:
+        result = launch(*args)
+        if rng.random() < 0.05:
+            raise RuntimeError("planted")
+        return result
+
+    engine.runner.launch = failing  # type: ignore[method-assign]
+    shared, asked, outputs = prompt(40), {}, {}
+    kinds = [EMBEDDING, PoolingParams(token_ids=(7, 3), num_shared_tokens=40), greedy(6)]
+    while len(asked) < 40 or engine.has_unfinished_requests():
+        if len(asked) < 40 and rng.random() < 0.6:
+            tokens = shared[: rng.choice([0, 16, 40])] + prompt(
+                rng.randrange(1, 150), rng.randrange(9)
+            )
+            name = str(len(asked))
+            asked[name] = tokens, rng.choice(kinds)
+            user = rng.choice("ab")
+            engine.add_request(name, *asked[name], priority=rng.randrange(2), user=user)
+        if asked and rng.random() < 0.03:
+            engine.abort(rng.choice(list(asked)))
+        outputs |= {output.request_id: output for output in engine.step() if output.finished}
+    assert_nothing_held(engine)
+    assert engine.scheduler.num_preemptions and len(outputs) == 40
+    num_pooled = 0
+    for name, (tokens, params) in asked.items():
+        output, [completion] = outputs[name], outputs[name].outputs
+        if completion.finish_reason in ("abort", "error"):
+            assert output.pooled is None
+        elif params is EMBEDDING:
+            assert difference(output.pooled, embedding_of_mlx_lm(tokens)) < TOLERANCE
+        elif isinstance(params, PoolingParams):
+            logits = np.array(tiny_models()[1](mx.array([tokens]))[0, -1])
+            assert difference(output.pooled, logits[[7, 3]]) < TOLERANCE
+        else:
+            assert output.pooled is None and len(completion.token_ids) == 6
+        num_pooled += output.pooled is not None
+    assert num_pooled > 15
+
+
 def test_prompts_may_fill_the_whole_context():
     engine = make_engine(model_of("native"), max_model_len=32)
     expected = embedding_of_mlx_lm(prompt(32))
@@ -278,7 +383,7 @@ def test_what_can_not_be_pooled_is_refused_by_name():
         PoolingParams(dimensions=0)
     other = make_from_config(CONFIG | {"model_type": "llama"})
     one_by_one = make_engine(PerSequenceModel(other, CONFIG | {"model_type": "llama"}))
-    with pytest.raises(ArgumentError, match=r"a llama, .*per sequence, gives no embeddings"):
+    with pytest.raises(ArgumentError, match=r"per sequence. gives no embeddings"):
         one_by_one.add_request("e", prompt(3), EMBEDDING)
     # Logits it has.
     assert len(embed(one_by_one, prompt(3), PoolingParams(token_ids=(1, 2)))) == 2

@@ -468,6 +468,18 @@ def test_json_has_the_same_in_bytes(large: Path, capsys: pytest.CaptureFixture[s
     assert (found["fits"], found["fits_with"], found["free"]) == (True, [], None)
 
 
+def test_room_for_adapters_is_in_the_sum(capsys: pytest.CaptureFixture[str]):
+    def figures(*argv: str) -> dict[str, int]:
+        assert main(["demo", "--json", *argv]) == 0
+        found: dict[str, int] = json.loads(capsys.readouterr().out)
+        return found
+
+    plain, two = figures(), figures("--max-adapters", "2", "--max-adapter-rank", "8")
+    assert plain["adapters"] == 0 < two["adapters"] == two["weights"] - plain["weights"]
+    four = figures("--max-adapters", "5", "--max-adapter-rank", "16")
+    assert four["adapters"] == 4 * two["adapters"]  # one more slot is for rows without
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [

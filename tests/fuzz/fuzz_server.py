@@ -11,11 +11,14 @@ import functools
 import json
 import random
 import string
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 from fuzzing import Case, Defect
+from helpers.pooling_folders import end_texts, reranker_folder
 from helpers.servers import is_idle, running_service, wait_until
 
 from mlx_paged.server.service import Service
@@ -163,6 +166,34 @@ BODIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         },
         ("model", "prompt", "options"),
     ),
+    "/v1/embeddings": (
+        {
+            "model": "demo",
+            "input": ["The code of apple is 4821.", [5, 6, 7]],
+            "encoding_format": "base64",
+            "dimensions": 16,
+            "prompt_name": "",
+            "priority": 1,
+            "cache_salt": "s",
+            "user": "u",
+        },
+        ("input",),
+    ),
+    "/v1/rerank": (
+        {
+            "model": "demo",
+            "query": "Who?",
+            "documents": ["Tom.", {"text": "Ben.", "id": 3}],
+            "top_n": 1,
+            "return_documents": False,
+            "instruction": "Find it",
+        },
+        ("query", "documents"),
+    ),
+    "/v1/score": (
+        {"model": "demo", "text_1": "Who?", "text_2": ["Tom.", "Ben."], "instruction": "Find it"},
+        ("text_1", "text_2"),
+    ),
     "/tokenize": (
         {"model": "demo", "prompt": "1 2", "add_special_tokens": True},
         ("prompt",),
@@ -251,9 +282,9 @@ def mutated(rng: random.Random, body: Any, names: list[str]) -> Any:
     if isinstance(place, dict) and rng.random() < 0.2:
         place.pop(key, None)
     elif key in REFUSED:
-        place[key] = REFUSED[key]
+        place[key] = copy.deepcopy(REFUSED[key])
     else:
-        place[key] = rng.choice(JUNK)(rng)
+        place[key] = copy.deepcopy(rng.choice(JUNK)(rng))
     return body
 
 
@@ -318,10 +349,14 @@ def check_answer(text: str, kind: str) -> None:
 
 @functools.cache
 def server() -> tuple[Service, httpx.Client]:
-    """A server of its own with a small pool, and a client for it."""
+    """A server of its own with a small pool, and a client for it. Its model also gives embeddings
+    and scores.
+    """
     stack = contextlib.ExitStack()
+    folder = reranker_folder(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+    end_texts(folder)
     service, url = stack.enter_context(
-        running_service(kv_cache_bytes="64blocks", max_model_len=512, max_num_seqs=8)
+        running_service(folder, kv_cache_bytes="64blocks", max_model_len=512, max_num_seqs=8)
     )
     client = stack.enter_context(httpx.Client(base_url=url, timeout=SECONDS))
     # Its threads are there from now on.

@@ -135,7 +135,7 @@ class Schedule:
             return True
         need = manager.block_need.max_num_held_blocks
         num_needed = sum(need(len(each.ids) + MARGIN) for each in [*self._live, new])
-        num_growable = cache.num_growable_with(1)
+        num_growable = cache.num_growable_blocks(1)
         if num_needed > num_growable + cache.pool.num_usable_blocks:
             self.events["refused"] += 1
             return False

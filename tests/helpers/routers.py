@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ LONG = {
 }
 CONFIG = """
 kv-cache-bytes = "500blocks"
+cache-dir = "none"
 drain-seconds = 20
 {top}
 
@@ -43,7 +45,7 @@ RUN = (
 
 @contextlib.contextmanager
 def running_router(config: Path, *flags: str, patch: str = "") -> Iterator[Program]:
-    """A router with a configuration file.
+    """A router with a configuration file, beside which it keeps conversations.
 
     Args:
         patch: code that the router runs first, but not its processes.
@@ -52,6 +54,7 @@ def running_router(config: Path, *flags: str, patch: str = "") -> Iterator[Progr
         [sys.executable, "-c", patch + RUN, "--config", str(config), "--port", "0", *flags],
         stderr=subprocess.PIPE,
         text=True,
+        env={**os.environ, "XDG_CACHE_HOME": str(config.parent / "caches")},
     )
     try:
         yield Program(process)

@@ -87,7 +87,7 @@ class FakeSupply:
     def max_num_blocks(self, num_seqs: int = 1) -> int:
         return self.budget
 
-    def num_growable_with(self, num_new_seqs: int = 0) -> int:
+    def num_growable_blocks(self, num_new_seqs: int = 0) -> int:
         return self.budget - self.manager.pool.num_usable_blocks
 
     def make_room_for_states(self, num_new_seqs: int) -> bool:
@@ -105,7 +105,7 @@ class FakeSupply:
 
     def make_room(self, num_blocks: int, num_new_seqs: int = 0, num_found: int = 0) -> None:
         pool = self.manager.pool
-        num_missing = min(num_blocks - pool.num_empty_blocks, self.num_growable_with())
+        num_missing = min(num_blocks - pool.num_empty_blocks, self.num_growable_blocks())
         if num_missing <= 0:
             return
         if pool.num_usable_blocks + num_missing > self.device_blocks:

@@ -13,13 +13,21 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_paged.loading import demo_model_path
-from mlx_paged.router.model_process import ModelProcess
-from mlx_paged.router.residency import PROCESS_NBYTES, Need, Residency, Resident
+from mlx_paged.router.model_process import PROCESS_NBYTES, ModelProcess, Need
+from mlx_paged.router.residency import Residency, Resident
 from mlx_paged.server.http.access import ANONYMOUS
 from mlx_paged.server.program import setup_arg_parser
 
 MB = 2**20
+NEED = Need(8 * MB, 90 * MB, 16 * MB)
 HEADERS = [ANONYMOUS.header(), (b"content-type", b"application/json")]
+
+
+class Measured(ModelProcess):
+    """One whose need is known."""
+
+    async def measure(self) -> Need:
+        return NEED
 
 
 def write_models(folder: Path, names: Sequence[str]) -> dict[str, Path]:
@@ -47,17 +55,12 @@ def residency_of(
     models: Mapping[str, Path], num_places: int, sockets: Path, *words: str, **options: Any
 ) -> Residency:
     """Models of which so many have room at once, with equal needs, which are not measured."""
-    need = Need(8 * MB, 90 * MB, 16 * MB)
-
-    async def measured() -> Need:
-        return need
-
     residents = [
-        Resident(ModelProcess(name, flags_of(path, name, *words), sockets / name), measured)
+        Resident(Measured(name, flags_of(path, name, *words), sockets / name))
         for name, path in models.items()
     ]
-    budget = num_places * (need.nbytes + 8 * MB)
-    assert budget < (num_places + 1) * need.nbytes - PROCESS_NBYTES // 2
+    budget = num_places * (NEED.nbytes + 8 * MB)
+    assert budget < (num_places + 1) * NEED.nbytes - PROCESS_NBYTES // 2
     return Residency(residents, budget, lambda weights, more: budget - weights - more, **options)
 
 

@@ -113,8 +113,11 @@ class Workload:
         """
         Args:
             options: of the engine; ``speculation``, or what it makes of the engine, is put into
-                the scheduler.
+                the scheduler. ``adapter_of`` has the adapter of each request, and
+                ``before_adding`` is called with the engine and that adapter.
         """
+        adapter_of = options.pop("adapter_of", {})
+        before_adding = options.pop("before_adding", lambda engine, adapter: None)
         speculation = options.pop("speculation", NO_SPECULATION)
         engine = make_engine(model, tokenizer, **self.options, **options)
         engine.scheduler.speculation = speculation(engine) if callable(speculation) else speculation
@@ -126,7 +129,9 @@ class Workload:
                 name = coming.pop(0)
                 ask = self.asks[name]
                 params = SamplingParams(**ask.params)
-                engine.add_request(name, ask.tokens, params, priority=ask.priority)
+                adapter = adapter_of.get(name)
+                before_adding(engine, adapter)
+                engine.add_request(name, ask.tokens, params, priority=ask.priority, adapter=adapter)
             for output in engine.step():
                 ask, num_tokens = self.asks[output.request_id], len(output.outputs[0].token_ids)
                 if output.finished:

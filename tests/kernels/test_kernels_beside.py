@@ -22,10 +22,11 @@ from paged_testing.emulated_metal import emulated_metal
 
 from mlx_paged import LLM, demo_model_path
 from mlx_paged.loading import load_for, loader
+from mlx_paged.models import matmul_choice
 from mlx_paged.models.mlx_lm import adapt, layer_specs_of
 from mlx_paged.ops import AttentionShape, KVFormat, kernels, self_check
 from mlx_paged.ops.self_check import WorkingKernels
-from mlx_paged.ops.tried_once import GoOn, TrialResult
+from mlx_paged.ops.tried_once import GoOn, TrialResult, TriedOnce
 
 DEMO_SHAPE = AttentionShape(2, 2, 32, 32, 16, KVFormat.dense("float32"))
 WORKING = WorkingKernels(True, True, (1, 2, 4, 8))
@@ -233,6 +234,34 @@ def test_the_options_of_the_cache_say_what_is_tried(trials: Trials) -> None:
     ((shape, thread),) = trials.tried
     assert (shape.block_size, thread) == (32, "mlx_paged kernels")
     assert str(shape.format) == "8 bits in groups of 32"
+
+
+@pytest.mark.parametrize(
+    ("options", "formats"),
+    [
+        ({}, [("float32", 16, 0, "dense")]),
+        ({"kv": "basic", "matmul": "rows"}, [("float32", 16, 0, "dense")]),
+        ({"matmul": "mlx"}, []),
+    ],
+    ids=["auto", "rows", "mlx"],
+)
+def test_the_matmul_of_an_engine_is_tried_meanwhile_and_not_again(
+    trials: Trials,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    formats: list[tuple[Any, ...]],
+) -> None:
+    tried: list[tuple[Any, ...]] = []
+
+    def attempt(*arguments: Any) -> TrialResult[bool]:
+        *format, go_on = arguments
+        go_on()
+        tried.append((*format, threading.current_thread().name))
+        return TrialResult(True)
+
+    monkeypatch.setattr(matmul_choice, "try_rows_matmul", TriedOnce(attempt))
+    LLM(demo_model_path(), **options, kv_cache_bytes="9blocks")
+    assert tried == [(*format, "mlx_paged kernels") for format in formats]
 
 
 def test_a_gguf_file_is_tried_when_its_cache_is_made(trials: Trials, tmp_path: Path) -> None:

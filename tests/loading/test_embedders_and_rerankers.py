@@ -83,6 +83,8 @@ def test_dimensions_and_prompts(llm: LLM, theirs: Module):
     token_ids = llm.get_tokenizer().encode("Instruct: find it\nQuery:a dog")
     assert output.prompt_token_ids == token_ids
     assert difference(output.outputs.embedding, embedding(theirs, token_ids, 16)) < TOLERANCE
+    [same] = llm.embed({"prompt": "a dog"}, 16, prompt_name="query")
+    assert same.prompt_token_ids == token_ids
     [plain], [document] = llm.embed("a dog"), llm.embed("a dog", prompt_name="document")
     assert plain.outputs == document.outputs
     for arguments, words in (
@@ -155,6 +157,16 @@ def test_what_the_files_of_a_model_say(tmp_path: Path, folder: Path):
     change_json(converted / "config.json", model_type="bert")
     with pytest.raises(LoadError, match=r"'bert' is not supported.* it is an encoder"):
         load(converted)
+
+
+def test_qwen3_embedding_ends_texts_where_its_tokenizer_does_not(tmp_path: Path, theirs: Any):
+    with LLM(plain_folder(tmp_path, "Qwen3-Embedding-tiny"), kv_cache_bytes="64M") as llm:
+        found = read_embedder(llm.engine.runner.model, llm.tokenizer)
+        assert found.is_declared and found.ends_texts and found.end_token_ids == (3,)
+        [output, tokens] = llm.embed(["a dog", [5, 6]])
+        token_ids = [*llm.get_tokenizer().encode("a dog"), 3]
+    assert output.prompt_token_ids == token_ids and tokens.prompt_token_ids == [5, 6]
+    assert difference(output.outputs.embedding, embedding(theirs, token_ids)) < TOLERANCE
 
 
 def test_without_a_normalising_module_embeddings_keep_their_length(tmp_path: Path, theirs: Any):

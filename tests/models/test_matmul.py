@@ -18,6 +18,7 @@ import pytest
 from helpers.engine_runs import CONFIG, greedy, livelier_model, make_engine, prompt, run
 from helpers.mlx_lm_models import DEEPSEEK_V3, LLAMA, QWEN3_MOE, random_model
 from helpers.model_zoo.configs import config_of
+from helpers.workloads import Workload, assert_same
 from mlx.nn.layers.base import Module
 from mlx_lm.tuner.lora import LoRALinear
 from paged_testing.pure_metal import pure_metal
@@ -196,6 +197,14 @@ def test_one_row_and_more_than_16_stay_with_mlx(model: Module, monkeypatch: pyte
     engine = make_engine(model, matmul="rows", enable_prefix_caching=False)
     assert rows_that_multiply(engine, monkeypatch, 1) == set()
     assert rows_that_multiply(engine, monkeypatch, 3) == {3}, "prompts have 60 rows"
+
+
+def test_requests_of_every_kind_get_the_same_answers(model: Module):
+    """Drafts, forks, preemptions and aborts included."""
+    workload = Workload(3, 4, CONFIG["vocab_size"])
+    by_mlx, by_rows = (workload.run(model, None, matmul=option) for option in ("mlx", "rows"))
+    for name, output in by_mlx.outputs.items():
+        assert_same(by_rows.outputs[name], output)
 
 
 def test_replayed_decodes_multiply_by_rows(model: Module, monkeypatch: pytest.MonkeyPatch):

@@ -24,6 +24,7 @@ from mlx_paged.models.matmul import (
 )
 from mlx_paged.models.matmul_choice import as_entries, chosen_rows, from_entries
 from mlx_paged.ops import choose
+from mlx_paged.options.config import SchedulerConfig
 
 AFFINE = (4, 32, "affine", "float32")
 WIDE, DOWN = LinearShape(32, 256, *AFFINE), LinearShape(256, 32, *AFFINE)
@@ -198,7 +199,7 @@ def test_all_ranks_multiply_as_rank_0_has_chosen(planted):
     entries = [[*HEAD, 2, 4]]
     # What rank 1 of two sees.
     ranks: Any = SimpleNamespace(size=2, is_leader=False, all_gather=lambda own: [entries, own])
-    found = build._matmul_of([model], "auto", ranks)
+    found = build._matmul_of([model], "auto", SchedulerConfig(), ranks)
     assert found.num_rows[HEAD] == {2, 4} and found.is_used
     assert sum(map(len, found.num_rows.values())) == 2 and clock.num_chains == 0
 

@@ -148,6 +148,11 @@ def test_rows_and_scales_that_do_not_fit_the_weight_are_refused():
         ),
         (DENSE, (PACKED,), "scales are None; mlx.core.float16 is needed"),
         (DENSE, (DENSE, scales), "scales are mlx.core.bfloat16; None is needed"),
+        (
+            mx.zeros((1, 64), mx.bfloat16),
+            (PACKED, scales),
+            "affine weights have biases, and no others",
+        ),
     ):
         options = AFFINE if parts[0] is PACKED else {}
         with pytest.raises(ValueError, match="rows_matmul") as refused:

@@ -10,11 +10,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from helpers.several_models import post, residency_of, write_models
+import pytest
+from helpers.hybrid_folders import make_hybrid_folder
+from helpers.several_models import flags_of, post, residency_of, write_models
 
 from mlx_paged import LLM, SamplingParams
-from mlx_paged.router.model_process import ModelProcess
-from mlx_paged.router.residency import Need, Residency, measure
+from mlx_paged.loading import demo_model_path
+from mlx_paged.router.model_process import ModelProcess, Need
+from mlx_paged.router.residency import Residency
 
 MAX_RECOMPUTED = 200  # tokens of a turn's history, at most
 
@@ -91,9 +94,28 @@ def test_an_agents_session_goes_on_after_two_swaps_and_a_kill(tmp_path: Path):
             history.append({"role": "assistant", "content": answer})
 
 
+@pytest.mark.slow
+def test_recurrent_states_come_back_after_a_swap(tmp_path: Path):
+    models = write_models(tmp_path, ["other"])
+    models["first"] = make_hybrid_folder(tmp_path / "first", "falcon_h1")
+
+    async def main(sockets: Path) -> None:
+        residency = residency_of(models, 1, sockets, "--cache-dir", str(tmp_path / "kv"))
+        agent, other = Agent(residency, "first"), Agent(residency, "other")
+        await agent.turn()
+        await other.turn()
+        assert await agent.turn() <= MAX_RECOMPUTED < agent.num_cached
+        await residency.close()
+
+    with tempfile.TemporaryDirectory() as sockets:
+        asyncio.run(main(Path(sockets)))
+
+
 def test_needs_are_computed_without_the_weights(tmp_path: Path):
+    flags = flags_of(demo_model_path(), "demo", "--kv-cache-bytes", "100blocks")
+
     async def main() -> None:
-        need = await measure({"model": None, "kv_cache_bytes": "100blocks"})
+        need = await ModelProcess("demo", flags, tmp_path / "unused").measure()
         nbytes = 101 * 16 * 2048
         assert need == Need(4_462_080, need.activations, nbytes, nbytes)
         assert 10**7 < need.activations < 10**9

@@ -12,8 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers.servers import make_service
+from helpers.several_models import flags_of
 from starlette.testclient import TestClient
 
+from mlx_paged import demo_model_path
 from mlx_paged.router import router as router_module
 from mlx_paged.router.app import RouterApp
 from mlx_paged.router.model_process import ModelProcess
@@ -21,6 +24,7 @@ from mlx_paged.router.residency import Need, Resident
 from mlx_paged.router.router import Router
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.ollama.listing import VERSION
+from mlx_paged.server.ollama.models import describe
 from mlx_paged.server.settings import ServerSettings, read_api_keys
 
 DESCRIPTION: dict[str, Any] = {
@@ -83,7 +87,13 @@ class FakeResidency:
 
 
 @pytest.fixture
-def residency(tmp_path: Path) -> FakeResidency:
+def residency(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeResidency:
+    """Nothing is known of its models before they are loaded, as of GGUF files."""
+
+    async def describe(process: ModelProcess) -> None:
+        return
+
+    monkeypatch.setattr(ModelProcess, "describe", describe)
     return FakeResidency(tmp_path)
 
 
@@ -98,6 +108,10 @@ def test_models_are_listed_before_they_were_ever_loaded(residency: FakeResidency
     unknown, _, two = client.get("/api/tags").json()["models"]
     assert (unknown["name"], unknown["size"], unknown["details"]["family"]) == ("one:latest", 0, "")
     assert client.get("/api/ps").json() == {"models": []}
+    # Clients whose types are strict read these.
+    names = ("format", "family", "parameter_size", "quantization_level")
+    texts = (unknown["modified_at"], unknown["digest"], *map(unknown["details"].get, names))
+    assert all(isinstance(text, str) for text in texts) and unknown["details"]["families"] == []
     shown = client.post("/api/show", json={"model": "org/uno:latest"}).json()
     assert shown["capabilities"] == DESCRIPTION["capabilities"]
     assert shown["model_info"]["general.basename"] == "org/uno:latest"
@@ -113,6 +127,18 @@ def test_models_are_listed_before_they_were_ever_loaded(residency: FakeResidency
     assert refusal.status_code == 404 and "there is no model 'two'" in refusal.json()["error"]
     refusal = client.post("/api/pull", json={"model": "three"})
     assert refusal.status_code == 501 and "mlx-paged pull" in refusal.json()["error"]
+
+
+def test_a_model_is_described_without_being_loaded(tmp_path: Path):
+    process = ModelProcess("demo", flags_of(demo_model_path(), "demo"), tmp_path / "socket")
+    asyncio.run(process.describe())
+    assert process.state == "unloaded"
+    service = make_service()
+    with service.engine:
+        assert process.description == json.loads(json.dumps(describe(service)))
+    missing = ModelProcess("a", flags_of(tmp_path / "missing", "a"), tmp_path / "other")
+    asyncio.run(missing.describe())
+    assert missing.description is None
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
 from helpers.fast_lane import mostly_slow
 from helpers.several_models import post, residency_of, write_models
 
@@ -27,6 +28,7 @@ async def watch_memory(residency: Residency, sums: list[int]) -> None:
         await asyncio.sleep(0.2)
 
 
+@pytest.mark.timeout(400)
 @mostly_slow(("num_models", "num_requests"), [(3, 9), (10, 100)], quick=(0,))
 def test_every_answer_is_that_of_the_model_alone_and_nothing_is_held(
     tmp_path: Path, num_models: int, num_requests: int
@@ -57,11 +59,13 @@ def test_every_answer_is_that_of_the_model_alone_and_nothing_is_held(
         residency = residency_of(models, 2, sockets, "--cache-dir", str(tmp_path / "kv"))
         watching = asyncio.create_task(watch_memory(residency, sums))
         clients = (client(residency, number, *each) for number, each in enumerate(asked))
-        answers = await asyncio.gather(*clients)
-        assert not any(each.num_users or each.waiting for each in residency.models.values())
-        assert not residency._queue and max(sums) <= residency.budget
-        watching.cancel()
-        await residency.close()
+        try:
+            answers = await asyncio.gather(*clients)
+            assert not any(each.num_users or each.waiting for each in residency.models.values())
+            assert not residency._queue and max(sums) <= residency.budget
+        finally:
+            watching.cancel()
+            await residency.close()
         for each in residency.models.values():
             process = each.process._process
             assert each.process.state == "unloaded" and each.process.num_requests == 0

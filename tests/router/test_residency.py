@@ -7,11 +7,13 @@ import math
 import random
 import selectors
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from mlx_paged.router.residency import PROCESS_NBYTES, Need, Residency, Resident
+from mlx_paged.router.model_process import PROCESS_NBYTES, Need
+from mlx_paged.router.residency import Residency, Resident
 from mlx_paged.server.errors import ApiError
 
 MB = 2**20
@@ -55,13 +57,8 @@ class World:
     def add(self, name: str, weights: int = 100 * MB, **settings: Any) -> FakeProcess:
         """A model that needs 100 MB of K/V at least."""
         process = self.processes[name] = FakeProcess(name, self, weights)
-        need = settings.pop("need", Need(weights, 0, 100 * MB))
-
-        async def measure() -> Need:
-            self.log.append(f"measure {name}")
-            return need
-
-        self.residents.append(Resident(process, measure, **settings))  # type: ignore[arg-type]
+        process.need = settings.pop("need", process.need)
+        self.residents.append(Resident(process, **settings))  # type: ignore[arg-type]
         return process
 
     def residency(self) -> Residency:
@@ -80,6 +77,8 @@ class World:
 class FakeProcess:
     def __init__(self, name: str, world: World, weights: int) -> None:
         self.name, self.world, self.weights = name, world, weights
+        self.need = Need(weights, 0, 100 * MB)
+        self.load_seconds = LOAD_SECONDS
         self.state = "unloaded"
         self.kv = self.num_loads = self.num_running = 0
         self.error: Exception | None = None
@@ -90,13 +89,21 @@ class FakeProcess:
     def held(self) -> int:
         return self.weights + self.own + self.kv if self.state in ("loading", "loaded") else 0
 
+    async def measure(self) -> Need:
+        self.world.log.append(f"measure {self.name}")
+        return self.need
+
     async def start(self, kv_nbytes: int) -> None:
         assert self.state in ("unloaded", "failed")
         self.world.log.append(f"load {self.name}")
         self.state = "loading"
         self.num_loads += 1
         self.world.check()
-        await asyncio.sleep(LOAD_SECONDS)
+        self.end = asyncio.Event()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.end.wait(), self.load_seconds)
+            self.state = "unloaded"
+            raise ApiError(503, "it is being unloaded")
         if self.error is not None:
             self.state = "failed"
             raise self.error
@@ -104,6 +111,7 @@ class FakeProcess:
 
     async def stop(self, seconds: float | None = None) -> bool:
         assert not self.num_running, f"{self.name} answers"
+        self.end.set()
         self.world.log.append(f"stop {self.name}")
         await asyncio.sleep(STOP_SECONDS)
         self.state, self.kv = "unloaded", 0
@@ -173,6 +181,7 @@ def test_idle_models_give_back_kv_first_and_then_the_least_recently_used_one_lea
         assert world.log[-2:] == ["stop b", "load c"]
         assert a.kv == c.kv == 244 * MB and b.held == 0
         await residency.unload("a")
+        await asyncio.sleep(0.1)
         assert c.kv == (1200 - 356) * MB
 
     run(main())
@@ -331,10 +340,32 @@ def test_a_load_that_fails_is_an_error_for_its_own_requests_and_leaves_room():
         unloading = asyncio.create_task(residency.load("broken"))
         await asyncio.sleep(STOP_SECONDS + 1)
         await residency.unload("broken")  # while it is being loaded
-        with pytest.raises(ApiError, match="no weights"):
+        with pytest.raises(ApiError, match="is being unloaded"):
             await unloading
         broken.error = None
         assert await ask(residency, "broken") == "broken says"
+
+    run(main())
+
+
+def test_a_load_that_hangs_keeps_no_other_model_out_and_can_be_ended():
+    world = World(1000 * MB)
+    world.add("a")
+    b, c = world.add("b"), world.add("c")
+    b.load_seconds = 10**6
+    residency = world.residency()
+
+    async def main() -> None:
+        hanging = asyncio.create_task(ask(residency, "b"))
+        await asyncio.sleep(100)
+        assert await ask(residency, "a") == "a says"
+        waiting = asyncio.create_task(ask(residency, "c"))
+        await asyncio.sleep(100)
+        assert await waiting == "c says" and world.log[-2:] == ["stop a", "load c"]
+        await residency.unload("b")
+        with pytest.raises(ApiError, match="is being unloaded"):
+            await hanging
+        assert b.held == 0 and c.state == "loaded"
 
     run(main())
 
@@ -390,6 +421,22 @@ def test_kv_that_a_process_does_not_give_back_stay_its_own():
         a.keeps_kv = True
         await ask(residency, "b")
         assert world.log[-2:] == ["stop a", "load b"] and b.kv == (1000 - 356) * MB
+
+    run(main())
+
+
+def test_a_process_that_does_not_answer_keeps_its_kv_and_holds_up_no_other_for_long():
+    world = World(1200 * MB)
+    a = world.add("a")
+    world.add("b")
+    residency = world.residency()
+
+    async def main() -> None:
+        await ask(residency, "a")
+        a.shrink = lambda kv_nbytes: asyncio.sleep(10**6)  # type: ignore[assignment,method-assign]
+        begin = PlantedLoop.now
+        await ask(residency, "b", 1)
+        assert world.log[-2:] == ["stop a", "load b"] and PlantedLoop.now < begin + 60
 
     run(main())
 

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from mlx_paged.cli.flags import engine_options
+from mlx_paged.errors import ArgumentError
+from mlx_paged.router.model_process import ModelProcess
 from mlx_paged.router.program import read_models, setup_arg_parser, with_cache_dir
+from mlx_paged.server.program import max_adapters_of
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +55,16 @@ def test_a_folder_that_can_not_be_used_is_said_and_stops_nothing(caches: Path, c
     assert [flags["cache_dir"] for flags in models_of().values()] == [None, None]
     said = capsys.readouterr().err
     assert said.startswith("[conversations are kept in memory only: ") and "letter.txt" in said
+
+
+def test_adapters_of_a_section_are_names_of_its_model(tmp_path: Path):
+    sections = {"one": {"adapter": ["sql=adapters/sql", "law=adapters/law"]}}
+    flags = models_of("--cache-dir", "none", **sections)
+    processes = [ModelProcess(name, each, tmp_path) for name, each in flags.items()]
+    assert [each.names for each in processes] == [("one", "sql", "law"), ("two",)]
+    assert [max_adapters_of(each) for each in flags.values()] == [2, 0]
+    with pytest.raises(ArgumentError, match="two have the name 'sql'"):
+        models_of("--cache-dir", "none", "--adapter", "sql=adapters/sql")
 
 
 def test_the_limits_are_for_all_models(capsys):

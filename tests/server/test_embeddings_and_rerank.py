@@ -82,6 +82,36 @@ def test_openais_client_gets_embeddings_with_either_encoding(embedder: Running):
         assert np.abs(np.array(each.embedding) - answer.data[1].embedding).max() < TOLERANCE
 
 
+def test_ollamas_paths_give_the_same_embeddings(embedder: Running):
+    texts = ["Once upon a time", "Tom had a dog."]
+    status, answer = embedder.post("/api/embed", model="embedder:latest", input=texts)
+    assert status == 200 and answer["model"] == "embedder:latest"
+    [first] = embedder.embed(texts[0])
+    assert np.abs(np.array(answer["embeddings"][0]) - first).max() < TOLERANCE
+    num_tokens = sum(len(embedder.service.tokenizer.encode(text)) for text in texts)
+    assert answer["prompt_eval_count"] == num_tokens
+    assert answer["total_duration"] > answer["load_duration"] > 0
+    # It would be cut otherwise.
+    status, refusal = embedder.post("/api/embed", input=texts[1] * 2000, truncate=False)
+    assert status == 400 and "is too long" in refusal["error"]
+    _, short = embedder.post("/api/embed", input=texts[0], dimensions=16, keep_alive="5m")
+    expected = first[:16] / np.linalg.norm(first[:16])
+    assert np.abs(np.array(short["embeddings"][0]) - expected).max() < TOLERANCE
+    status, older = embedder.post("/api/embeddings", prompt=texts[0], options={"num_ctx": 9})
+    assert status == 200 and np.abs(np.array(older["embedding"]) - first).max() < TOLERANCE
+    # Nothing is asked where only the model is to be loaded.
+    for path, body, name in (
+        ("/api/embed", {"input": ""}, "embeddings"),
+        ("/api/embed", {"input": []}, "embeddings"),
+        ("/api/embeddings", {}, "embedding"),
+    ):
+        status, answer = embedder.post(path, **body)
+        assert (status, answer[name]) == (200, [])
+    _, shown = embedder.post("/api/show", model="embedder")
+    assert shown["capabilities"] == ["embedding"]
+    assert shown["model_info"]["qwen3.embedding_length"] == 128
+
+
 def test_more_inputs_than_may_run_at_once_beside_a_chat(embedder: Running):
     service = embedder.service
     expected = embedder.embed([f"number {n}" for n in range(50)])

@@ -521,7 +521,7 @@ def test_the_newer_name_of_max_tokens_counts(shared_service):
         (ChatRequest, "function_call", "send tool_choice"),
         (ChatRequest, "max_output_tokens", "send max_tokens"),
         (ChatRequest, "repeat_penalty", "send repetition_penalty"),
-        (ChatRequest, "adapters", "start a server with --adapter-path"),
+        (ChatRequest, "adapters", "start the server with --adapter, and send its name as model"),
         (ChatRequest, "colour", "leave it out"),
         (CompletionRequest, "messages", "send prompt"),
         (CompletionRequest, "reasoning_effort", "leave it out"),

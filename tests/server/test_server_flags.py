@@ -67,9 +67,10 @@ def test_without_flags_options_are_the_engines_own_defaults():
     options = engine_options(setup_arg_parser("x").parse_args([]))
     own = {name: value for name, value in options.items() if value is not None}
     assert own == {
+        "adapters": [],
+        "deterministic": False,
         "backend": "auto",
         "block_size": 16,
-        "deterministic": False,
         "kv": "paged",
         "matmul": "auto",
         "enable_prefix_caching": SchedulerConfig.enable_prefix_caching,
@@ -83,16 +84,20 @@ def test_without_flags_options_are_the_engines_own_defaults():
 
 def test_every_flag_of_the_engine_reaches_its_option():
     given = {
+        "adapters": ("sql=adapters/s=ql", [("sql", "adapters/s=ql")]),
         "backend": ("reference", "reference"),
         "block_size": ("32", 32),
         "cache_dir": ("~/kv", "~/kv"),
         "cache_dir_size": ("1.5M", 3 * 2**19),
         "cache_dir_ttl": ("7d", 604_800.0),
         "cache_dir_writes": ("50G/day", 50 * 2**30),
+        "deterministic": (None, True),
         "kv": ("basic", "basic"),
         "kv_cache_bytes": ("64blocks", "64blocks"),
         "kv_format": ("K:8,V:4", "K:8,V:4"),
         "matmul": ("rows", "rows"),
+        "max_adapter_rank": ("32", 32),
+        "max_adapters": ("4", 4),
         "max_model_len": ("512", 512),
         "max_num_batched_tokens": ("300", 300),
         "max_num_mixed_tokens": ("200", 200),

@@ -192,8 +192,8 @@ def test_a_file_that_goes_while_it_is_read_changes_nothing(
     old.save_snapshot(tmp_path / "a", told)
     real_open = new.snapshots.open
 
-    def opened(path: Path, cache_salt: str | None) -> Any:
-        file = real_open(path, cache_salt)
+    def opened(path: Path, *owner: Any) -> Any:
+        file = real_open(path, *owner)
         if change == "unlinked":
             path.unlink()
         else:

@@ -52,6 +52,11 @@ CLIENTS = {
     ),
     "codex": Client("codex_agent.py", ("@openai/codex@0.169.0",), is_node=True),
     "opencode": Client("opencode_agent.py", ("opencode-ai@1.18.33",), is_node=True),
+    "retrieval": Client(
+        "retrieval_client.py",
+        ("openai==3.54.0", "cohere==7.3.1", "langchain-openai==1.7.3"),
+        server=(*_SCRIPTED, "--retrieval"),
+    ),
     "lm-eval": Client(
         "lm_eval_client.py",
         ("lm-eval[api]==0.4.13", "transformers==5.23.0"),

@@ -15,8 +15,10 @@ from typing import Any
 import mlx.core as mx
 from helpers import servers
 from helpers.agent_models import make_agent_model
+from helpers.pooling_folders import end_texts, reranker_folder
 
 from mlx_paged import demo_model_path
+from mlx_paged.server.app import App
 from mlx_paged.server.http.http_server import bind, url_of
 from mlx_paged.server.http.logs import setup_logging
 from mlx_paged.server.program import serve
@@ -106,14 +108,18 @@ class LabEngine(servers.ScriptedEngine):
 
 def main() -> int:
     """Serve on a free port, and say its address on stdout. With ``--demo``, the demo model answers
-    for itself.
+    for itself; with ``--retrieval``, it gives embeddings and scores.
     """
-    servers.ScriptedEngine = LabEngine  # type: ignore[misc]
+    if "--retrieval" not in sys.argv:
+        servers.ScriptedEngine = LabEngine  # type: ignore[misc]
     settings = ServerSettings(port=0, log_cache=True)
     setup_logging("info", log_prompts="--log-prompts" in sys.argv)
     with tempfile.TemporaryDirectory() as folder:
         model = demo_model_path()
-        if "--demo" not in sys.argv:
+        if "--retrieval" in sys.argv:
+            model = reranker_folder(Path(folder))
+            end_texts(model)
+        elif "--demo" not in sys.argv:
             model = make_agent_model(Path(folder) / "model")
             _keep_one_layer(model)
         names, budget = (MODEL, "demo"), "12000blocks"
@@ -122,7 +128,7 @@ def main() -> int:
         sockets = bind(settings.host, settings.port)
         url = url_of(settings.host, sockets)
         with service.engine:
-            return serve(service, sockets, lambda: print(url, flush=True))
+            return serve(App(service), sockets, lambda: print(url, flush=True))
 
 
 if __name__ == "__main__":

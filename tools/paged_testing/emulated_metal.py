@@ -13,6 +13,7 @@ from pytest import MonkeyPatch
 from mlx_paged.models import matmul_choice
 from mlx_paged.ops import choose, in_place, kernels, rows_matmul, self_check
 from mlx_paged.ops.metal import MetalBackend
+from mlx_paged.ops.tried_once import TrialResult, TriedOnce
 
 
 @contextmanager
@@ -34,7 +35,8 @@ def emulated_metal(
         patch.setattr(mx, "compile", lambda function: function)
         # Durations on the emulator mean nothing, and the check of this kernel has tests of its own.
         patch.setattr(matmul_choice, "known_choices", lambda modules, clock: {})
-        patch.setattr(matmul_choice, "try_rows_matmul", lambda *_: True)
+        works = TriedOnce(lambda *_: TrialResult(True))
+        patch.setattr(matmul_choice, "try_rows_matmul", works)
         # The check at start-up has a slab of a megabyte and many turns, which take the emulator
         # seconds.
         for name, value in (("NUM_BLOCKS", 4), ("NUM_KV_HEADS", 1), ("NUM_TURNS", 2)):

@@ -25,6 +25,7 @@ from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping, StoredRows
 from mlx_paged.ops.metal import MetalBackend
 from mlx_paged.ops.reference import ReferenceBackend
+from mlx_paged.ops.tried_once import TrialResult, TriedOnce
 
 T = TypeVar("T")
 
@@ -63,7 +64,8 @@ def stand_in_metal(
         patch.setattr(paged, "NUM_WATCHED_STEPS", 0)
         # Stand-ins would not pass the check at start-up.
         patch.setattr(choose, "working_backend", lambda _: backend())
-        patch.setattr(matmul_choice, "try_rows_matmul", lambda *_: True)
+        works = TriedOnce(lambda *_: TrialResult(True))
+        patch.setattr(matmul_choice, "try_rows_matmul", works)
         patch.setattr(matmul_choice, "known_choices", lambda modules, clock: {})
         patch.setattr(mx.fast, "metal_kernel", metal_kernel)
         kernels.kernel.cache_clear()

@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING, Any
 from mlx_paged.cli.program import Parser, import_first, run_program
 from mlx_paged.cli.streams import say, warnings_as_lines, write
 from mlx_paged.errors import ArgumentError
-from mlx_paged.options.argument_values import AT_LEAST_1
-from mlx_paged.options.config import DEFAULT_KV, KV_BITS_LISTED, KV_FORMAT, NBYTES, KVBits
+from mlx_paged.options.argument_values import AT_LEAST_0, AT_LEAST_1
+from mlx_paged.options.config import (
+    DEFAULT_ADAPTER_RANK,
+    DEFAULT_KV,
+    KV_BITS_LISTED,
+    KV_FORMAT,
+    NBYTES,
+    KVBits,
+)
 
 if TYPE_CHECKING:
     from mlx_paged.cli.fit.machine import Machine
@@ -52,6 +59,10 @@ def setup_arg_parser(prog: str | None = None) -> Parser:
         NBYTES,
         "the K/V budget, states included: 512M, 2G (default: as the other programs have it)",
     )
+    adapters_help = "room for this many LoRA adapters of requests (default: 0)"
+    parser.add_value("--max-adapters", AT_LEAST_0, adapters_help, default=0)
+    rank_help = f"the largest rank of an adapter (default: {DEFAULT_ADAPTER_RANK})"
+    parser.add_value("--max-adapter-rank", AT_LEAST_1, rank_help)
     _add_bits_and_machine(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
     parser.add_version()
@@ -119,11 +130,13 @@ def _judge(args: argparse.Namespace) -> int:
     from mlx_paged.cli.fit.verdict import Fit, Footprint
     from mlx_paged.engine.speculation.draft_model import check_draft_model
     from mlx_paged.loading.outline import read_outline
+    from mlx_paged.models.adapters import Adapters
 
     machine = _machine(args)
     outline = read_outline(args.model, args.revision, args.draft_model)
     draft_model = check_draft_model(outline.draft_model, outline.model, DEFAULT_KV)
-    footprint = Footprint(outline.model, KVBits.parse(args.kv_bits), draft_model)
+    adapters = Adapters(outline.model, {}, args.max_adapters, args.max_adapter_rank)
+    footprint = Footprint(adapters.model, KVBits.parse(args.kv_bits), draft_model)
     fit = Fit(footprint, machine, args.context, args.parallel, args.kv_cache_bytes)
     ways_out = [] if fit.is_yes else fit.ways_out()
     if args.json:
@@ -142,6 +155,7 @@ def _as_json(outline: Outline, fit: Fit, ways_out: list[str]) -> dict[str, Any]:
         "bytes_to_download": outline.num_bytes_to_download,
         "weights": footprint.weight_nbytes,
         "weights_of_draft_model": footprint.draft_nbytes,
+        "adapters": footprint.adapter_nbytes,
         "kv_per_token": footprint.nbytes_per_token,
         "kv_per_late_token": footprint.nbytes_per_late_token,
         "kv": fit.kv_nbytes,

@@ -44,9 +44,11 @@ def _sizes(fit: Fit) -> Iterator[str]:
         per_token = f"{late:,} bytes a token beyond the windows, {first:,} within them"
     count = f"{num / 1e9:.1f} billion" if num >= 1e8 else f"{num / 1e6:.1f} million"
     drafter = getattr(footprint.draft_model, "description", "")
+    others = footprint.draft_nbytes + footprint.adapter_nbytes
     for name, nbytes, what in (
-        ("weights", footprint.weight_nbytes - footprint.draft_nbytes, f"{count} parameters"),
+        ("weights", footprint.weight_nbytes - others, f"{count} parameters"),
         ("draft model", footprint.draft_nbytes, drafter),
+        ("adapters", footprint.adapter_nbytes, "room for those of requests"),
         ("K/V", fit.kv_nbytes, f"{whose}; {per_token}, {bits}"),
         ("states", fit.state_nbytes, "of recurrent layers, all copies included"),
         ("activations", fit.activations, "of the largest step, estimated"),

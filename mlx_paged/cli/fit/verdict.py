@@ -55,6 +55,7 @@ class Footprint:
 
     Attributes:
         draft_nbytes: weights of the draft model, which are among ``weight_nbytes``.
+        adapter_nbytes: room for LoRA adapters, which is, too.
         draft_share: of the K/V of a token, those of the draft model.
         context_length: the model's own, in tokens.
         nbytes_per_token: K/V of a token in all layers.
@@ -76,6 +77,7 @@ class Footprint:
         self.one_block = block = KVCacheConfig(tuple(layers), DEFAULT_BLOCK_SIZE, 1, groups)
         self.num_parameters = num_parameters_of(model)
         self.draft_nbytes = 0 if draft_model is None else weight_nbytes(draft_model)
+        self.adapter_nbytes = model.adapter_nbytes
         self.weight_nbytes = weight_nbytes(model) + self.draft_nbytes
         self.context_length = context_length(model.args)
         self.nbytes_per_token = block.nbytes_per_token

@@ -94,17 +94,10 @@ class Batch:
         """Whether it has its chunk, beside which nothing else runs."""
         return self.takes == "chunk" and bool(self.scheduled)
 
-    @property
-    def may_admit(self) -> bool:
-        """Whether waiting requests may begin in it."""
-        return self.takes != "rows"
-
-    def may_hold(self, completion: Completion) -> bool:
-        """Whether it may have the next tokens of a running request."""
-        if self.only is not None and completion is not self.only:
-            return False
+    def holds(self, completion: Completion) -> bool:
+        """Whether the next tokens of a running request are what it takes."""
         is_chunk = completion.num_computed_tokens < completion.num_prompt_tokens
-        return self.takes == "all" or is_chunk == (self.takes == "chunk")
+        return is_chunk == (self.takes == "chunk")
 
     @property
     def transfers(self) -> list[Transfer]:

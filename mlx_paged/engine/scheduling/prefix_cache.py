@@ -21,14 +21,16 @@ from mlx_paged.core import (
     SequenceTables,
     extend_block_hashes,
 )
+from mlx_paged.core.block_hash import ExtraKey
 from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
 from mlx_paged.core.tier import BlockHeader, GuardedTier, HostMemory, Tier, private_key
-from mlx_paged.engine.request import Completion, CompletionStatus
+from mlx_paged.engine.request import Completion, CompletionStatus, Request
 from mlx_paged.options.config import SchedulerConfig
 from mlx_paged.request import REASONS, PrefixReport, Reason, SeqId
 
 if TYPE_CHECKING:  # The scheduler imports no arrays.
     from mlx_paged.cache.contiguous import ContiguousKVCache
+    from mlx_paged.models.adapters import Adapter
 
 MAX_REPORTS = 256
 # The most sequences after a common block that are compared with a prompt.
@@ -39,9 +41,18 @@ MAX_DIFFERING_TOKENS = 256
 NUM_TOKENS_BEFORE = 16
 
 
-def extra_hash_keys(cache_salt: str | None) -> tuple[str, ...]:
-    """What is hashed with each block in addition to its tokens."""
+def extra_hash_keys(cache_salt: str | None, adapter: Adapter | None = None) -> tuple[ExtraKey, ...]:
+    """What is hashed with each block in addition to its tokens. An adapter is named by its content,
+    since another one may have its name later.
+    """
+    if adapter is not None:
+        return cache_salt, adapter.digest
     return () if cache_salt is None else (cache_salt,)
+
+
+def _root_of(request: Request) -> Hashable:
+    """The parent of the first block of a request's prompt."""
+    return "root", extra_hash_keys(request.cache_salt, request.adapter)
 
 
 class FoundPrefix(NamedTuple):
@@ -212,7 +223,8 @@ class PrefixCache:
             if len(completion.block_hashes) == (len(token_ids) - 1) // self._block_size:
                 return
             token_ids = token_ids[:-1]
-        extra_keys = extra_hash_keys(completion.request.cache_salt)
+        request = completion.request
+        extra_keys = extra_hash_keys(request.cache_salt, request.adapter)
         extend_block_hashes(completion.block_hashes, token_ids, self._block_size, extra_keys)
 
 
@@ -316,7 +328,7 @@ class _Sequence:
 
     def __init__(self, completion: Completion, num_tokens: int, block_size: int):
         self.request_id = completion.request_id
-        self.root: Hashable = ("root", completion.request.cache_salt)
+        self.root = _root_of(completion.request)
         self.token_ids = array("i", islice(completion.token_ids, num_tokens))
         self.block_hashes = completion.block_hashes[: num_tokens // block_size]
         self.is_running = True
@@ -330,8 +342,8 @@ class _Sequence:
 class PrefixHistory:
     """The token ids of the last sequences, and reports on the cache hits of the last prompts.
 
-    Sequences with different salts are never compared. Not thread-safe, except that any thread may
-    copy ``reports`` and ``num_missed_tokens``.
+    Sequences with different salts or adapters are never compared. Not thread-safe, except that any
+    thread may copy ``reports`` and ``num_missed_tokens``.
 
     Args:
         max_num_tokens: the most tokens of all sequences together; 0 disables the history.
@@ -431,7 +443,7 @@ class PrefixHistory:
         """How many of a prompt's blocks any sequence has, the sequence with the longest common
         prefix, and its length in tokens.
         """
-        parent: Hashable = ("root", completion.request.cache_salt)
+        parent = _root_of(completion.request)
         depth, best = 0, None
         for block_hash in completion.block_hashes[:num_blocks]:
             found = self._children.get(parent, {}).get(block_hash)

@@ -276,7 +276,7 @@ class RequestQueues:
 
     def _num_free_blocks(self, num_new_seqs: int = 0) -> int:
         """Blocks that can be taken, cached ones included, if this many more sequences run."""
-        return self._manager.num_free_blocks + self._cache.num_growable_with(num_new_seqs)
+        return self._manager.num_free_blocks + self._cache.num_growable_blocks(num_new_seqs)
 
     def num_spare_blocks(self, completion: Completion, computed: ComputedBlocks) -> int:
         """Free blocks that are left after admitting a request; negative if there are too few."""
@@ -313,7 +313,7 @@ class RequestQueues:
         computed = self._prefix_cache.find(completion).computed
         num_spare = self.num_spare_blocks(completion, computed) - self.num_left_blocks(completion)
         # Blocks of the pool that the states take in any case.
-        num_taken = -self._cache.num_growable_with(completion.num_seqs)
+        num_taken = -self._cache.num_growable_blocks(completion.num_seqs)
         return 0 if num_spare < 0 else max(num_taken, min(num_blocks, num_spare + num_taken))
 
     # Which requests make way for another

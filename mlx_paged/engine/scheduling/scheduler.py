@@ -48,6 +48,13 @@ if TYPE_CHECKING:  # The scheduler imports no arrays.
 # The most rows of logits that a step computes for the log-probabilities of prompts. 256 rows of
 # 152,000 logits take 156 MB in float32, several times over.
 MAX_SCORED_ROWS = 256
+# What a step tries to hold, in this order, after one that has held something: in a deterministic
+# engine a chunk and the rows of others take turns, so that neither waits for long.
+NEXT_TURNS: Mapping[Taken, Sequence[Taken]] = {
+    "all": ("all",),
+    "chunk": ("rows", "chunk"),
+    "rows": ("chunk", "rows"),
+}
 
 
 class Scheduler:
@@ -127,7 +134,7 @@ class Scheduler:
         self._tier_cache = tier
         self._block_size = manager.pool.block_size
         self._max_num_tokens = 0  # of one request, in the newest step
-        self._turns: tuple[Taken, ...] = ("chunk", "rows") if config.deterministic else ("all",)
+        self._turns = NEXT_TURNS["rows" if config.deterministic else "all"]
 
     @property
     def max_num_blocks(self) -> int:
@@ -208,12 +215,12 @@ class Scheduler:
         for takes in self._turns:
             plan.takes = takes
             plan.token_budget = self._token_budget(plan, budgets or self.limits)
-            urgent = self._first_urgent() if plan.may_admit and only is None else None
+            urgent = self._first_urgent() if takes != "rows" and only is None else None
             # A decode takes at most one block. The pool grows once, before cached blocks are
             # evicted.
             self.cache.make_room(len(running) * len(manager.retentions))
-            index = 0
-            while index < len(running) and not plan.is_full:
+            index, takes_all = 0, takes == "all"
+            while index < len(running) and (takes_all or not plan.is_full):
                 completion = running[index]
                 if urgent is not None and place_of(urgent) < place_of(completion):
                     # At its place in the order: the requests before it are scheduled.
@@ -224,7 +231,8 @@ class Scheduler:
                     continue
                 num_new_tokens = len(completion.token_ids) - completion.num_computed_tokens
                 # 0 if the token that it awaits is its last one.
-                if num_new_tokens == 0 or not plan.may_hold(completion):
+                is_other = only is not None and completion is not only
+                if num_new_tokens == 0 or is_other or not (takes_all or plan.holds(completion)):
                     index += 1
                     continue
                 if num_new_tokens > 1:
@@ -242,8 +250,7 @@ class Scheduler:
                 add_drafts(plan, self.speculation, manager, self.config.max_model_len)
             if plan.scheduled:
                 break
-        # Chunks and rows take turns, so that neither waits for long.
-        self._turns = tuple(sorted(self._turns, key=lambda turn: turn == plan.takes))
+        self._turns = NEXT_TURNS[plan.takes]
         queues.count_step()
         return plan
 
@@ -394,7 +401,7 @@ class Scheduler:
         return is_admitted
 
     def _admit_waiting(self, plan: Batch) -> None:
-        if not self.waiting or not plan.may_admit:
+        if not self.waiting or plan.takes == "rows":
             return
         queues, tables, max_num_seqs = self._queues, self.manager.tables, self.config.max_num_seqs
         num_running = queues.num_places(self.running)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -13,11 +14,18 @@ from mlx.nn.layers.base import Module
 from mlx_paged.cache import KVCache, PagedKVCache
 from mlx_paged.cache.state_bytes import state_to_bytes
 from mlx_paged.cache.transfer import load_prefix, store_blocks
-from mlx_paged.core import Checkpoint, ComputedBlocks, KVCacheManager, hash_token_blocks
+from mlx_paged.core import (
+    Checkpoint,
+    ComputedBlocks,
+    KVCacheManager,
+    hash_token_blocks,
+)
+from mlx_paged.core.block_hash import ExtraKey
 from mlx_paged.core.tier import BlockHeader, Tier
 from mlx_paged.distributed import Ranks
 from mlx_paged.engine.scheduling.prefix_cache import extra_hash_keys
 from mlx_paged.errors import ArgumentError
+from mlx_paged.models.adapters import Adapter
 from mlx_paged.models.identity import ModelIdentity, code_of
 from mlx_paged.ops import StateRow
 from mlx_paged.options.argument_values import BOOL
@@ -86,6 +94,14 @@ class Snapshots:
         code = code_of(check_has_blocks(self._cache), self._matmul)
         return KVFacts.of(self._identities(), self._cache, code)
 
+    def _facts_with(self, adapter: Adapter | None) -> KVFacts:
+        """The facts of K/V that were computed with an adapter, which is a model of its own."""
+        if adapter is None:
+            return self.facts
+        model = self.facts.model
+        digest = hashlib.sha256(model.digest.encode() + adapter.digest).hexdigest()
+        return replace(self.facts, model=ModelIdentity(digest, f"{model.name} + {adapter.name}"))
+
     def check(self) -> PagedKVCache:
         """The cache, if its K/V can be saved.
 
@@ -108,7 +124,13 @@ class Snapshots:
             )
         return cache
 
-    def save(self, path: str | Path, token_ids: Sequence[int], cache_salt: str | None) -> int:
+    def save(
+        self,
+        path: str | Path,
+        token_ids: Sequence[int],
+        cache_salt: str | None,
+        adapter: Adapter | None = None,
+    ) -> int:
         """Write the cached prefix of a conversation to a safetensors file; returns its number of
         tokens.
 
@@ -118,6 +140,7 @@ class Snapshots:
         Args:
             token_ids: of the conversation: a prompt and its answer.
             cache_salt: the salt of its requests.
+            adapter: that they ran with.
 
         Raises:
             ArgumentError: none of it is in the prefix cache, or as :meth:`check`.
@@ -125,15 +148,18 @@ class Snapshots:
                 existing snapshot is unchanged.
         """
         file, cache = check_path(path), self.check()
-        token_ids, blocks, computed = self._find(token_ids, cache_salt)
+        token_ids, blocks, computed = self._find(token_ids, _keys(cache_salt, adapter))
         headers, checkpoint = [header for header, _ in blocks], computed.checkpoint
         state = None if checkpoint is None else state_to_bytes(checkpoint.content)
-        facts = replace(self.facts, computed_by=None) if computed.is_foreign else self.facts
+        facts = self._facts_with(adapter)
+        facts = replace(facts, computed_by=None) if computed.is_foreign else facts
         with written_snapshot(file, facts, token_ids, headers, state) as tier:
             store_blocks(cache, tier, blocks)
         return len(token_ids)
 
-    def open(self, path: str | Path, cache_salt: str | None) -> Prefix:
+    def open(
+        self, path: str | Path, cache_salt: str | None, adapter: Adapter | None = None
+    ) -> Prefix:
         """Open and verify a file.
 
         Raises:
@@ -142,7 +168,7 @@ class Snapshots:
                 size, dtype, format, shape or window differs.
         """
         self.check()
-        file = SnapshotFile(path, self.facts)
+        file = SnapshotFile(path, self._facts_with(adapter))
         state, block_size = file.state(), self._cache.config.block_size
         if state is not None and len(file.token_ids) % block_size:
             raise SnapshotError(
@@ -150,7 +176,7 @@ class Snapshots:
                 f"holds the recurrent state after {len(file.token_ids)} tokens, and an engine can "
                 f"continue only from the end of a block of {block_size}",
             )
-        return self._prefix(file, file.token_ids, cache_salt, state)
+        return self._prefix(file, file.token_ids, _keys(cache_salt, adapter), state)
 
     def export_prompt_cache(
         self,
@@ -164,7 +190,7 @@ class Snapshots:
         A file of that name is replaced.
 
         Args:
-            token_ids, cache_salt: as :meth:`save`.
+            token_ids, cache_salt: as :meth:`save`; of requests without an adapter.
             model_name: the folder or hub id that mlx-lm loads; by default the name by which the
                 model was loaded.
 
@@ -173,7 +199,7 @@ class Snapshots:
             SnapshotError: the file can't be written; an existing one is unchanged.
         """
         cache = self.check()
-        token_ids, blocks, _ = self._find(token_ids, cache_salt)
+        token_ids, blocks, _ = self._find(token_ids, _keys(cache_salt))
         num_tokens, headers = len(token_ids), [header for header, _ in blocks]
         with written_prompt_cache(
             path, self._model, cache, num_tokens, headers, model_name, token_ids
@@ -213,7 +239,7 @@ class Snapshots:
                 "mlx-lm's own prompt caches; give token_ids",
                 "token_ids",
             )
-        return self._prefix(file, ids, cache_salt)
+        return self._prefix(file, ids, _keys(cache_salt))
 
     def put(self, process_output: Callable[[], None], prefix: Prefix) -> Exception | None:
         """Put K/V into the prefix cache.
@@ -239,11 +265,11 @@ class Snapshots:
         self,
         file: SnapshotFile | PromptCacheFile,
         token_ids: list[int],
-        cache_salt: str | None,
+        extra_keys: tuple[ExtraKey, ...],
         state: StateRow | None = None,
     ) -> Prefix:
         config = self._cache.config
-        hashes = hash_token_blocks(token_ids, config.block_size, _keys(cache_salt))
+        hashes = hash_token_blocks(token_ids, config.block_size, extra_keys)
         headers = prefix_headers(config, token_ids, hashes)
         is_foreign = file.is_foreign
         if is_foreign and self._is_deterministic:
@@ -256,7 +282,7 @@ class Snapshots:
         return Prefix(token_ids, headers, file.tier(headers), checkpoint, is_foreign)
 
     def _find(
-        self, token_ids: Sequence[int], cache_salt: str | None
+        self, token_ids: Sequence[int], extra_keys: tuple[ExtraKey, ...]
     ) -> tuple[list[int], list[tuple[BlockHeader, int]], ComputedBlocks]:
         """The longest cached prefix of these tokens, in full blocks, its blocks with their headers,
         and what the manager knows of them.
@@ -266,7 +292,7 @@ class Snapshots:
         """
         config, block_size = self._cache.config, self._cache.config.block_size
         token_ids = check_token_ids(token_ids)
-        hashes = hash_token_blocks(token_ids, block_size, _keys(cache_salt))
+        hashes = hash_token_blocks(token_ids, block_size, extra_keys)
         computed = self._manager.get_computed_blocks(hashes, len(hashes) * block_size + 1)
         if not computed.num_tokens:
             raise ArgumentError(
@@ -280,5 +306,5 @@ class Snapshots:
         return token_ids[: computed.num_tokens], blocks, computed
 
 
-def _keys(cache_salt: str | None) -> tuple[str, ...]:
-    return extra_hash_keys(NAME.check("engine", "cache_salt", cache_salt))
+def _keys(cache_salt: str | None, adapter: Adapter | None = None) -> tuple[ExtraKey, ...]:
+    return extra_hash_keys(NAME.check("engine", "cache_salt", cache_salt), adapter)

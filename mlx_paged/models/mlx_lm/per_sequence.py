@@ -26,6 +26,7 @@ from mlx_lm.models.cache import (
 
 from mlx_paged.cache import KVFormat, LayerKV, LayerSpec
 from mlx_paged.errors import UnsuitableModelError, one_line
+from mlx_paged.models.adapted_layers import adapters_of
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm.model_args import MlxLmArgs, describe
 from mlx_paged.models.mlx_lm.modules import (
@@ -108,7 +109,8 @@ class PerSequenceModel(LanguageModel):
             for begin, end in itertools.pairwise(self._cuts(length, num_logits)):
                 num_rows = num_logits if end == length else 0
                 new_tokens = tokens[start + begin : start + end]
-                rows = self._run(new_tokens, layers, seq, begin, num_rows)
+                with adapters_of(slice(start, start + 1)):
+                    rows = self._run(new_tokens, layers, seq, begin, num_rows)
                 logits += [rows] if num_rows else []
         if not logits:
             row = mx.zeros((1, self._traced.vocab_size), self.dtype)

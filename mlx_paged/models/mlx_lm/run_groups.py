@@ -18,6 +18,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from mlx_paged.cache import LayerKV
+from mlx_paged.models.adapted_layers import adapters_of
 from mlx_paged.models.mlx_lm.attention import FetchedKeys, FetchedValues, PackedKV
 from mlx_paged.models.mlx_lm.modules import leaves_of, with_leaves
 from mlx_paged.ops import AttentionMetadata, ReadState, StateRow, StateStack, StepState, reader_of
@@ -311,7 +312,8 @@ def _by_groups(kind: type[Module]) -> type[Module]:
         for group in groups.groups:
             positional = [_for_group(value, group, groups) for value in args]
             named = {name: _for_group(value, group, groups) for name, value in kwargs.items()}
-            results.append(kind.__call__(self, *positional, **named))
+            with adapters_of(None if group.is_packed else group.first_rows):
+                results.append(kind.__call__(self, *positional, **named))
         return groups.join(results)
 
     names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}

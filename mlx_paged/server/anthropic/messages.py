@@ -232,7 +232,7 @@ def read_messages_body(request: AnyRequest, service: Service) -> ChatJob:
     params = make_params(service.default_params, given, fields)
     return ChatJob(
         messages,
-        Generation([], params, request.options(), fields=fields),
+        Generation([], params, request.options(service), fields=fields),
         tools,
         choice,
         not requested_choice.disable_parallel_tool_use,

@@ -36,7 +36,7 @@ class Principal:
         cache_salt: the salt of the user's cached K/V; ``None`` if users share them.
         is_alone: whether there is no other user.
         models: the names of the models that the user may use; ``None`` for all.
-        is_admin: whether the user may load and unload models.
+        is_admin: whether the user may load and unload models and adapters.
     """
 
     name: str = "-"
@@ -61,7 +61,7 @@ class Principal:
 
     def header(self) -> tuple[bytes, bytes]:
         """The header in which a router passes the user to the process of a model."""
-        value = json.dumps([self.name, self.cache_salt, self.is_alone])
+        value = json.dumps([self.name, self.cache_salt, self.is_alone, None, self.is_admin])
         return _USER_HEADER, value.encode()
 
 
@@ -73,10 +73,19 @@ class Access(Guard):
 
     Args:
         key_file: provides the keys instead of ``settings.api_keys``, and may be reread.
+        is_loopback: whether only this machine can reach the server. Without keys, its users are
+            administrators.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, key_file: KeyFile | None = None):
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        key_file: KeyFile | None = None,
+        is_loopback: bool = False,
+    ):
         super().__init__(app)
+        self._without_key = Principal(is_admin=is_loopback)
         self._share_cache = settings.share_cache
         self._key_file = key_file
         self._read(settings.api_keys if key_file is None else key_file.keys)
@@ -94,7 +103,9 @@ class Access(Guard):
         if self._key_file is not None and self._key_file.keys is not self._keys:
             self._read(self._key_file.keys)
         is_open = is_open_path(scope["path"]) and scope["method"] in SAFE_METHODS
-        principal = ANONYMOUS if is_open or not self._keys else None
+        principal = ANONYMOUS if is_open else None
+        if not self._keys:
+            principal = self._without_key
         key = _key_in(dict(scope["headers"]))
         if key is not None:
             principal = self._principals.get(_digest(key), principal)
@@ -125,6 +136,20 @@ def _principal_of(key: ApiKey, share_cache: bool, is_alone: bool) -> Principal:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+def check_admin(principal: Principal, what: str, purpose: str) -> None:
+    """Raise :class:`ApiError` unless the user may change which models and adapters are loaded.
+
+    Args:
+        what, purpose: for the error, such as ``"a model"`` and ``"to load it"``.
+    """
+    if not principal.is_admin:
+        text = (
+            f"{what} needs a key that is marked admin {purpose}, or no keys and a client on this "
+            "machine"
+        )
+        raise ApiError(403, text, code="admin_needed")
 
 
 class BehindRouter(Guard):
@@ -200,7 +225,7 @@ def guarded(
     app: ASGIApp, settings: ServerSettings, is_loopback: bool, key_file: KeyFile | None = None
 ) -> ASGIApp:
     """Wrap an application in the middleware that decides whose requests are answered."""
-    app = Access(app, settings, key_file)
+    app = Access(app, settings, key_file, is_loopback)
     if settings.cors_origins:
         # Outside Access: preflight requests have no key, and pages may read that a key is missing.
         app = CORSMiddleware(

@@ -113,15 +113,19 @@ class Answering(Protocol):
 
     def stopped(self) -> Exception | None:
         """Why no request can be answered any more; ``None`` if they can."""
+        ...
 
     def step_seconds(self) -> float:
         """How long the step that runs has been running; 0 if none is."""
+        ...
 
     def abort_all(self) -> None:
         """End all requests with an error."""
+        ...
 
     def shutdown(self, timeout: float) -> bool:
         """Stop, and return whether everything has ended in time."""
+        ...
 
 
 class Gate(Guard):

@@ -26,8 +26,10 @@ logger = logging.getLogger("mlx_paged.server")
 _texts = logging.getLogger("mlx_paged.texts")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-# Polled by monitoring.
-_WATCHING_PATHS = ("/health", "/metrics", "/v1/pool", "/router/state", "/router/budget")
+# Polled by monitoring, or asked by a router.
+_WATCHING_PATHS = frozenset(
+    {"/health", "/metrics", "/v1/pool", "/router/state", "/router/budget", "/router/description"}
+)
 _MAX_LINE = 2**16  # characters
 _NO_TEXT = "(its message may contain the text of a user; --log-prompts shows it)"
 

@@ -1,7 +1,10 @@
-"""Ollama's ``POST /api/chat`` and ``/api/generate``: answers as one object or as lines of JSON."""
+"""Ollama's ``POST /api/chat`` and ``/api/generate``: answers as one object or as lines of JSON; and
+``/api/embed`` and ``/api/embeddings``.
+"""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncGenerator, Iterable
 from functools import partial
@@ -11,12 +14,21 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.server.chat_jobs import object_of
+from mlx_paged.server.fields import adapter_of
 from mlx_paged.server.generations import Answer, AnswerBlock, BlockEvent, Generation, parts_of
 from mlx_paged.server.http.sse import LineStream
 from mlx_paged.server.ollama import models
-from mlx_paged.server.ollama.body import GenerateRequest, OllamaChatRequest, OllamaFields
+from mlx_paged.server.ollama.body import (
+    EmbeddingFields,
+    EmbeddingsRequest,
+    EmbedRequest,
+    GenerateRequest,
+    OllamaChatRequest,
+    OllamaFields,
+)
 from mlx_paged.server.ollama.listing import REFUSED, timestamp
 from mlx_paged.server.openai.answers import TokenNames, chat_logprobs
+from mlx_paged.server.pooling import read_inputs
 from mlx_paged.server.prompt_threads import Work
 from mlx_paged.server.routes import ApiRoute, Renderer, RequestContext
 
@@ -125,6 +137,39 @@ def _new(each: BlockEvent) -> AnswerBlock | None:
     return AnswerBlock(block.index, block.kind, None, [text]) if what == "delta" else None
 
 
+async def embed(context: RequestContext[EmbeddingFields]) -> Response:
+    """The embeddings of texts, in Ollama's form."""
+
+    def read(work: Work) -> tuple[EmbeddingFields, list[Generation]]:
+        body = context.read_body()
+        adapter = adapter_of(body.model_name(context.service), context.service)
+        options: Any = {
+            "dimensions": body.dimensions or None,
+            "truncates": body.truncate,
+            "options": {"adapter": adapter},
+        }
+        return body, read_inputs(work, context, body.inputs, **options) if body.inputs else []
+
+    body, generations = await context.run_in_tokenizer_pool(read)
+    outputs: list[RequestOutput] = []
+    if generations:
+        outputs = await context.service.pooled(generations, context.request_id)
+    if isinstance(body, EmbeddingsRequest):
+        return JSONResponse({"embedding": outputs[0].pooled if outputs else []})
+    end = {
+        "model": body.model_name(context.service),
+        "total_duration": round(1e9 * (time.perf_counter() - context.start)),
+        "load_duration": round(1e9 * max((each.queue_time or 0.0 for each in outputs), default=0)),
+        "prompt_eval_count": sum(len(each.prompt_token_ids) for each in outputs),
+    }
+    # Each by itself: one call for all would hold the GIL for long.
+    entries = await context.run_in_tokenizer_pool(
+        lambda _: [json.dumps(each.pooled) for each in outputs]
+    )
+    text = f'{json.dumps(end)[:-1]}, "embeddings": [{", ".join(entries)}]}}'
+    return Response(text, media_type="application/json")
+
+
 ROUTES = [
     ApiRoute("/api/version", models.version),
     ApiRoute("/api/tags", models.tags),
@@ -132,5 +177,7 @@ ROUTES = [
     ApiRoute("/api/show", models.show, models.ShowRequest),
     ApiRoute("/api/chat", answer, OllamaChatRequest),
     ApiRoute("/api/generate", answer, GenerateRequest),
+    ApiRoute("/api/embed", embed, EmbedRequest),
+    ApiRoute("/api/embeddings", embed, EmbeddingsRequest),
     *(ApiRoute(path, models.refuse, methods=(method,)) for path, method in REFUSED.items()),
 ]

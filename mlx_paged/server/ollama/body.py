@@ -1,4 +1,5 @@
-"""The bodies of Ollama's ``POST /api/chat`` and ``/api/generate``, and what each asks for.
+"""The bodies of Ollama's ``POST /api/chat`` and ``/api/generate``, and what each asks for; those of
+``/api/embed`` and ``/api/embeddings``.
 
 As in Ollama, answers are streamed unless ``stream`` is false, and unknown fields and options are
 ignored; each is logged once.
@@ -10,6 +11,7 @@ from abc import abstractmethod
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from pydantic import BeforeValidator, Field
 
 from mlx_paged.answers.dialect import Dialect
@@ -20,6 +22,7 @@ from mlx_paged.server.chat_jobs import ChatJob, prepare
 from mlx_paged.server.conversations import OtherPart
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fields import (
+    ModelFields,
     RequestedFormat,
     RequestFields,
     StopTexts,
@@ -30,8 +33,16 @@ from mlx_paged.server.fields import (
 from mlx_paged.server.generations import Generation
 from mlx_paged.server.openai.chat import ChatTool, read_tools
 from mlx_paged.server.openai.completions import encode_all
+from mlx_paged.server.pooling import MAX_INPUTS
 from mlx_paged.server.prompt_threads import Work
-from mlx_paged.server.schemas import Children, Repeated, only, refused, without_effect
+from mlx_paged.server.schemas import (
+    ONE_OR_MORE,
+    Children,
+    Repeated,
+    only,
+    refused,
+    without_effect,
+)
 from mlx_paged.server.service import Service
 
 # Some clients send whole numbers as 40.0.
@@ -49,7 +60,8 @@ _TEXT_ONLY = "models are text-only here"
 _LoadOptions: Any = without_effect(
     "num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap", "use_mlock", "num_keep"
 )
-_WithoutEffect: Any = without_effect("keep_alive", "truncate", "shift")
+_WithoutEffect: Any = without_effect("truncate", "shift")
+_EmbeddingsWithoutEffect: Any = without_effect("keep_alive", "options")
 
 
 class OllamaOptions(Repeated, _LoadOptions):  # type: ignore[misc]
@@ -75,9 +87,8 @@ OPTIONS = {
 """The names of options, with those of the sampling parameters that they set."""
 
 
-def capabilities_of(service: Service) -> list[str]:
-    """What the model can do, in Ollama's words."""
-    tokenizer = service.tokenizer
+def capabilities_of(tokenizer: TokenizerWrapper) -> list[str]:
+    """What a model that generates text can do, in Ollama's words."""
     dialect = Dialect.of(tokenizer)
     calls_tools = dialect.calls is not None and TemplateTraits.of(tokenizer).shows_tools
     others = {"tools": calls_tools, "thinking": dialect.reasoning is not None}
@@ -115,7 +126,7 @@ class OllamaFields(Repeated, RequestFields, _WithoutEffect):  # type: ignore[mis
 
     def check_capability(self, name: str, is_asked: bool, service: Service) -> None:
         model = self.model_name(service)
-        if is_asked and name not in capabilities_of(service):
+        if is_asked and name not in capabilities_of(service.tokenizer):
             raise ApiError(400, f"{shown(model)} does not support {name}")
 
     def template_options(self) -> dict[str, Any]:
@@ -140,7 +151,7 @@ class OllamaFields(Repeated, RequestFields, _WithoutEffect):  # type: ignore[mis
         fields = {param: f"options.{name}" for name, param in OPTIONS.items()}
         fields |= {"logprobs": "top_logprobs", **requested.fields}
         params = make_params(service.default_params, values, fields)
-        return Generation([], params, self.options(), fields=fields)
+        return Generation([], params, self.options(service), fields=fields)
 
     def _requested_format(self) -> RequestedFormat:
         if isinstance(self.format, dict):
@@ -253,3 +264,37 @@ class GenerateRequest(OllamaFields):
             messages.insert(0, {"role": "system", "content": self.system})
         job = ChatJob(messages, generation, template_options=self.template_options())
         return prepare(work, service, job)
+
+
+class EmbeddingFields(Repeated, ModelFields, _EmbeddingsWithoutEffect):  # type: ignore[misc]
+    """The fields of both bodies of requests for embeddings."""
+
+    dimensions: Annotated[int, Field(ge=0)] = 0
+    truncate: bool = True
+
+    @property
+    @abstractmethod
+    def inputs(self) -> list[str]:
+        """The texts; none if nothing is asked, as by clients that only want the model loaded."""
+
+
+class EmbedRequest(EmbeddingFields):
+    """The body of ``POST /api/embed``."""
+
+    input: Annotated[list[str], Field(max_length=MAX_INPUTS, fail_fast=True), ONE_OR_MORE] = Field(
+        default_factory=list
+    )
+
+    @property
+    def inputs(self) -> list[str]:
+        return [] if self.input == [""] else self.input
+
+
+class EmbeddingsRequest(EmbeddingFields):
+    """The body of ``POST /api/embeddings``, which is older and has one text."""
+
+    prompt: str = ""
+
+    @property
+    def inputs(self) -> list[str]:
+        return [self.prompt] if self.prompt else []

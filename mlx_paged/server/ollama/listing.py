@@ -19,18 +19,15 @@ _INSTEAD = {
     "create": "run mlx_lm.convert, and start a server with its folder",
     "copy": "start the server with --served-model-name, which gives a model further names",
     "delete": "run mlx-paged rm NAME",
-    **dict.fromkeys(("embed", "embeddings"), "this server computes no embeddings"),
 }
 REFUSED = {f"/api/{name}": "DELETE" if name == "delete" else "POST" for name in _INSTEAD}
 """The paths that change a store of models, and their methods."""
+_TEXTS = ("parent_model", "format", "family", "parameter_size", "quantization_level")
 _UNKNOWN = {
+    "modified_at": "1970-01-01T00:00:00Z",
     "size": 0,
     "digest": "",
-    "details": {
-        **dict.fromkeys(("parent_model", "format", "family", "parameter_size"), ""),
-        "families": [],
-        "quantization_level": "",
-    },
+    "details": {**dict.fromkeys(_TEXTS, ""), "families": []},
 }
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NoReturn
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import get_total_parameters
 from starlette.responses import JSONResponse, Response
 
+from mlx_paged.loading.pooling import read_embedder
 from mlx_paged.models.kv_cache import num_tokens_held, weight_nbytes
-from mlx_paged.models.language_model import model_type_of
+from mlx_paged.models.language_model import LanguageModel, model_type_of
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.server.fields import ModelFields
 from mlx_paged.server.ollama import listing
@@ -40,7 +44,7 @@ async def tags(context: RequestContext[Body]) -> Response:
     """The models, in Ollama's form."""
     service = context.service
     description = await context.run_in_tokenizer_pool(lambda _: describe(service))
-    return JSONResponse({"models": listing.entries(service.model_names, description)})
+    return JSONResponse({"models": listing.entries(service.all_names, description)})
 
 
 async def loaded(context: RequestContext[Body]) -> Response:
@@ -52,9 +56,9 @@ async def loaded(context: RequestContext[Body]) -> Response:
         "size": nbytes,
         "size_vram": nbytes,
         "expires_at": listing.FOREVER,
-        "context_length": _context_length(service),
+        "context_length": description["context_length"],
     }
-    found = listing.entries(service.model_names, description)
+    found = listing.entries(service.all_names, description)
     return JSONResponse({"models": [{**entry, **memory} for entry in found]})
 
 
@@ -74,15 +78,44 @@ async def refuse(context: RequestContext[Body]) -> NoReturn:
 
 
 def describe(service: Service) -> dict[str, Any]:
-    """What is said of the model under all of its names."""
-    model, defaults = check_model(service.engine.engine.model), service.defaults
+    """What is said of the model of a server under all of its names."""
+    engine = service.engine.engine
+    held = num_tokens_held(engine.cache, engine.manager)
+    return description_of(
+        check_model(engine.model),
+        service.tokenizer,
+        service.defaults,
+        context_length=min(service.max_model_len or sys.maxsize, held),
+        task=service.settings.task,
+    )
+
+
+def description_of(
+    model: LanguageModel,
+    tokenizer: TokenizerWrapper,
+    defaults: Mapping[str, Any],
+    context_length: int,
+    task: str | None = None,
+) -> dict[str, Any]:
+    """What is said of a model, whose weights are not needed.
+
+    Args:
+        defaults: of sampling parameters.
+        context_length: the tokens that a prompt and its answer may have: as many as the model takes
+            and the K/V budget holds.
+        task: as of :class:`ServerSettings`.
+    """
     nbytes, num_parameters = weight_nbytes(model), get_total_parameters(model)
     kind, billions = model_type_of(model), num_parameters / 1e9
     is_gguf = model.path is not None and model.path.suffix == ".gguf"
     parameters = [f"{name:<30} {defaults[param]}" for name, param in OPTIONS.items()
                   if param in defaults]  # fmt: skip
+    width, modified = model.hidden_row_size, 0
+    if model.path is not None:
+        with suppress(OSError):
+            modified = int(model.path.stat().st_mtime)
     return {
-        "modified_at": listing.timestamp(service.created),
+        "modified_at": listing.timestamp(modified),
         "size": nbytes,
         "digest": hashlib.sha256(f"{model.name} {num_parameters} {nbytes}".encode()).hexdigest(),
         "details": {
@@ -93,21 +126,26 @@ def describe(service: Service) -> dict[str, Any]:
             "parameter_size": f"{billions:.1f}B" if billions >= 1 else f"{billions * 1000:.1f}M",
             "quantization_level": f"{8 * nbytes / num_parameters:.3g} bits",
         },
-        "capabilities": capabilities_of(service),
+        "context_length": context_length,
+        "capabilities": _capabilities(model, tokenizer, task),
         "parameters": "\n".join(parameters),
-        "template": str(service.tokenizer.chat_template or ""),
+        "template": str(tokenizer.chat_template or ""),
         "model_info": {
             "general.architecture": kind,
             "general.parameter_count": num_parameters,
-            f"{kind}.context_length": _context_length(service),
+            f"{kind}.context_length": context_length,
             f"{kind}.block_count": model.num_layers,
+            **({f"{kind}.embedding_length": width} if width else {}),
         },
     }
 
 
-def _context_length(service: Service) -> int:
-    """The tokens that a prompt and its answer may have: as many as the model takes and the K/V
-    budget holds.
-    """
-    engine = service.engine.engine
-    return min(service.max_model_len or sys.maxsize, num_tokens_held(engine.cache, engine.manager))
+def _capabilities(model: LanguageModel, tokenizer: TokenizerWrapper, task: str | None) -> list[str]:
+    """What a model can do, in Ollama's words."""
+    try:
+        is_embedder = read_embedder(model, tokenizer).is_declared
+    except ValueError:
+        is_embedder = False
+    if is_embedder:
+        return ["embedding"]
+    return [*capabilities_of(tokenizer), *(["embedding"] if task == "embed" else [])]

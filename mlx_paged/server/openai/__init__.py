@@ -10,6 +10,8 @@ ROUTES = [
     ApiRoute("/v1/chat/completions", answers.chat_completions, chat.ChatRequest),
     ApiRoute("/chat/completions", answers.chat_completions, chat.ChatRequest),
     ApiRoute("/v1/completions", completions.completions, completions.CompletionRequest),
+    ApiRoute("/v1/load_lora_adapter", model.load_adapter, model.LoadAdapterRequest),
+    ApiRoute("/v1/unload_lora_adapter", model.unload_adapter, model.UnloadAdapterRequest),
     ApiRoute("/tokenize", model.tokenize, model.TokenizeRequest),
     ApiRoute("/detokenize", model.detokenize, model.DetokenizeRequest),
 ]

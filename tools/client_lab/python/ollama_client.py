@@ -61,9 +61,13 @@ shown = client.show(listed.model)
 expect(shown.capabilities, ["completion", "tools", "thinking"])
 expect(shown.modelinfo["general.basename"], listed.model)
 expect(client.generate(MODEL).done_reason, "load")
-for ask, status in ((lambda: client.chat("unknown"), 404), (lambda: client.pull("other"), 501)):
+for refused, status in (
+    (lambda: client.chat("unknown"), 404),
+    (lambda: client.pull("other"), 501),
+    (lambda: client.embed(MODEL, "not made for embeddings"), 400),
+):
     try:
-        ask()
+        refused()
     except ResponseError as error:
         expect(error.status_code, status)
     else:

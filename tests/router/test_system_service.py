@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_paged.cli import service
-from mlx_paged.cli.service import Manager, job_of, launchd, main, systemd
+from mlx_paged.router import system_service
+from mlx_paged.router.system_service import Manager, job_of, launchd, main, systemd
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_each_verb_tells_the_manager(
     stopped: str,
     logs: str,
 ):
-    monkeypatch.setattr(service.sys, "platform", system)
+    monkeypatch.setattr(system_service.sys, "platform", system)
 
     def said() -> list[str]:
         lines = programs.read_text().splitlines()

@@ -4,7 +4,6 @@ on a Mac, systemd's user manager on Linux.
 
 from __future__ import annotations
 
-import importlib
 import os
 import plistlib
 import shutil
@@ -17,6 +16,8 @@ from pathlib import Path
 from mlx_paged.cli.program import Parser, run_program
 from mlx_paged.cli.streams import write
 from mlx_paged.errors import ArgumentError, one_line, system_reason
+from mlx_paged.router.program import names_of, read_flags, setup_arg_parser
+from mlx_paged.server.program import FLAGS, read_settings
 
 LABEL = "mlx-paged"
 # Where models, keys and caches are looked for. Tokens and other secrets are not among them.
@@ -157,7 +158,7 @@ def manager_here() -> Manager:
     raise RuntimeError("there is neither launchd nor systemd here; run mlx-paged serve yourself")
 
 
-def setup_arg_parser(prog: str | None = None) -> Parser:
+def setup_service_parser(prog: str | None = None) -> Parser:
     """The argument parser, for a program of this name."""
     parser = Parser(
         prog=prog or "python -m mlx_paged service",
@@ -194,7 +195,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     if words[:1] == ["install"] and words[1:] not in (["--help"], ["-h"]):
         words, flags = words[:1], words[1:]
     return run_program(
-        setup_arg_parser(prog), words, lambda args: _run(args.verb, flags), {"api_key": "--api-key"}
+        setup_service_parser(prog), words, lambda args: _run(args.verb, flags), FLAGS
     )
 
 
@@ -232,15 +233,15 @@ def job_of(flags: Sequence[str]) -> Job:
             a process.
         SystemExit: as the server's own parser does, for an unknown flag.
     """
-    server = importlib.import_module("mlx_paged.server.program")
-    given = server.setup_arg_parser("mlx-paged serve").parse_args(list(flags))
+    prog = "mlx-paged serve"
+    given, models = read_flags(prog, setup_arg_parser(prog).parse_args(list(flags)), flags)
     if given.api_key:
         raise ArgumentError(
             "a key among the arguments can be read by other users; write it to a file of mode 600 "
             "and give --api-key-file",
             "api_key",
         )
-    settings = server.read_settings(given)
+    settings = read_settings(given, names_of(models or {}))
     kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
     return Job(
         [sys.executable, "-m", "mlx_paged", "serve", *flags],
