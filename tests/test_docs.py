@@ -165,4 +165,4 @@ def test_a_snippet_of_the_readme_or_the_guide_runs_pasted_alone(
 
 def test_the_snippets_of_the_library_show_what_they_print_but_for_a_stream():
     shown = [each.printed for each in snippets() if each.page.name == "library.md"]
-    assert [bool(each) for each in shown] == [True, True, True, False, True, True]
+    assert [bool(each) for each in shown] == [True, True, True, False, True, True, True]

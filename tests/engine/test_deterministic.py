@@ -23,8 +23,9 @@ from helpers.deterministic_workloads import (
 from helpers.engine_runs import greedy, make_engine, prompt, run, sampled
 from helpers.model_zoo import make
 from helpers.workloads import Ask, Workload
+from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from mlx_paged import LLM
+from mlx_paged import LLM, AsyncEngine
 from mlx_paged.engine import build
 from mlx_paged.engine.scheduling import prefix_cache, scheduler
 from mlx_paged.engine.scheduling.batch import Batch
@@ -105,7 +106,7 @@ def blocks_of_answers_are_hit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chunks_run_beside_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "_takes", lambda plan, completion: True)
+    monkeypatch.setattr(Batch, "holds", lambda self, completion: True)
     monkeypatch.setattr(Batch, "is_full", False)
 
 
@@ -273,3 +274,17 @@ def test_models_whose_rows_may_vary_are_refused_by_what_varies(architecture: str
         ArgumentError, match=f"can't be promised for this {architecture}: .*{reason}"
     ):
         make_engine(make(architecture), deterministic=True, max_num_seqs=6)
+
+
+def test_layers_of_mlx_lms_adapters_are_refused():
+    model = make("llama")
+    linear_to_lora_layers(model, 1, {"rank": 4, "scale": 2.0, "dropout": 0.0})
+    with pytest.raises(ArgumentError, match="a LoRALinear, has a matrix that it may multiply"):
+        make_engine(model, deterministic=True, max_num_seqs=6)
+
+
+def test_an_engine_that_steps_by_itself_sets_no_seconds_for_its_steps():
+    with AsyncEngine(model_of("16 bits"), deterministic=True, max_num_seqs=6) as engine:
+        *_, last = engine.stream(prompt(CHUNK + 3), greedy(3, logprobs=1))
+    ask = Ask(prompt(CHUNK + 3), {"max_tokens": 3, "logprobs": 1}, comes_at=0)
+    assert_same_bits(last, alone("16 bits", ask, {"block_size": 16}))

@@ -2,6 +2,7 @@
 prefills.
 """
 
+import dataclasses
 import gc
 import weakref
 
@@ -309,3 +310,21 @@ def test_a_step_is_freed_when_the_last_reference_to_it_is_gone():
         assert freed() is None
     finally:
         gc.enable()
+
+
+def test_a_short_run_becomes_a_sequence_for_each_of_its_tokens():
+    # A run over the end of a block, a single token, and a run that is too long.
+    step = step_of([[3, 4], [7], [5, 6, 8]], [10, 3, 20], [3, 1, 9], 8)
+    step = dataclasses.replace(step, num_logit_rows=[2, 1, 4])
+    single = step.token_by_token(8)
+    assert state(single) == state(step) | {
+        "block_tables": [[3], [3, 4], [3, 4], [7], [5, 6, 8]],
+        "context_lens": [8, 9, 10, 3, 20],
+        "query_lens": [1, 1, 1, 1, 9],
+        "cu_seqlens_q": [0, 1, 2, 3, 4, 13],
+        "num_seqs": 5,
+    }
+    assert single.shares_new_blocks and single.num_logit_rows == [0, 1, 1, 1, 4]
+    assert single.logit_rows.tolist() == step.logit_rows.tolist()
+    assert single.positions.tolist() == step.positions.tolist()
+    assert step_of([[3]], [4], [1], 8).token_by_token(8).shares_new_blocks is False

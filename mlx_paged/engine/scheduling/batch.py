@@ -94,6 +94,11 @@ class Batch:
         """Whether it has its chunk, beside which nothing else runs."""
         return self.takes == "chunk" and bool(self.scheduled)
 
+    def holds(self, completion: Completion) -> bool:
+        """Whether the next tokens of a running request are what it takes."""
+        is_chunk = completion.num_computed_tokens < completion.num_prompt_tokens
+        return is_chunk == (self.takes == "chunk")
+
     @property
     def transfers(self) -> list[Transfer]:
         """In order: blocks are swapped out before other transfers overwrite them."""

@@ -48,6 +48,13 @@ if TYPE_CHECKING:  # The scheduler imports no arrays.
 # The most rows of logits that a step computes for the log-probabilities of prompts. 256 rows of
 # 152,000 logits take 156 MB in float32, several times over.
 MAX_SCORED_ROWS = 256
+# What a step tries to hold, in this order, after one that has held something: in a deterministic
+# engine a chunk and the rows of others take turns, so that neither waits for long.
+NEXT_TURNS: Mapping[Taken, Sequence[Taken]] = {
+    "all": ("all",),
+    "chunk": ("rows", "chunk"),
+    "rows": ("chunk", "rows"),
+}
 
 
 class Scheduler:
@@ -77,7 +84,8 @@ class Scheduler:
     it is finished at most ``d * priority_steps + (n + 1) * (max_num_seqs + 1) * m`` steps after it
     was added, for a user alone: the first running request advances in each step, so all are
     finished within ``max_num_seqs * m`` steps, after which the first of all is admitted, and takes
-    ``m`` steps. (The time to read from a tier is extra.)
+    ``m`` steps. (The time to read from a tier is extra.) In a deterministic engine, where chunks of
+    prompts and rows of answers take turns, it is twice as many.
 
     Not thread-safe: one thread at a time.
 
@@ -126,7 +134,7 @@ class Scheduler:
         self._tier_cache = tier
         self._block_size = manager.pool.block_size
         self._max_num_tokens = 0  # of one request, in the newest step
-        self._turns: tuple[Taken, ...] = ("chunk", "rows") if config.deterministic else ("all",)
+        self._turns = NEXT_TURNS["rows" if config.deterministic else "all"]
 
     @property
     def max_num_blocks(self) -> int:
@@ -200,70 +208,51 @@ class Scheduler:
         """
         running, manager, queues = self.running, self.manager, self._queues
         queues.rank()
-        if self.waiting and manager.states is not None and not is_ahead:
-            self._shrink_pool(only)
+        self._shrink_pool(only, is_ahead)
         self.num_steps += 1
         self._max_num_tokens = queues.max_num_tokens()
-        max_more, limits = self.speculation.max_more, self.limits
-        budget = token_budget(budgets or limits, limits, running, max_more, queues.are_shared)
-        plan = Batch(budget, MAX_SCORED_ROWS, only, is_ahead)
+        plan = Batch(0, MAX_SCORED_ROWS, only, is_ahead)
         for takes in self._turns:
             plan.takes = takes
-            if takes != "all":
-                plan.token_budget = limits.prefill if takes == "chunk" else limits.mixed
-            self._fill(plan)
+            plan.token_budget = self._token_budget(plan, budgets or self.limits)
+            urgent = self._first_urgent() if takes != "rows" and only is None else None
+            # A decode takes at most one block. The pool grows once, before cached blocks are
+            # evicted.
+            self.cache.make_room(len(running) * len(manager.retentions))
+            index, takes_all = 0, takes == "all"
+            while index < len(running) and (takes_all or not plan.is_full):
+                completion = running[index]
+                if urgent is not None and place_of(urgent) < place_of(completion):
+                    # At its place in the order: the requests before it are scheduled.
+                    is_admitted = self._admit_urgent(plan, urgent, index)
+                    index += is_admitted
+                    may_admit = queues.may_admit_others(plan, urgent, is_admitted)
+                    urgent = self._first_urgent(plan.passed) if may_admit else None
+                    continue
+                num_new_tokens = len(completion.token_ids) - completion.num_computed_tokens
+                # 0 if the token that it awaits is its last one.
+                is_other = only is not None and completion is not only
+                if num_new_tokens == 0 or is_other or not (takes_all or plan.holds(completion)):
+                    index += 1
+                    continue
+                if num_new_tokens > 1:
+                    is_alone = only is not None or plan.takes == "chunk"
+                    num_after = 0 if is_alone else len(running) - index - 1
+                    num_new_tokens = self._next_chunk(plan, completion, num_after)
+                copies = manager.allocate_slots(completion.seq_id, num_new_tokens)
+                if copies is not None:
+                    self._add_part(plan, completion, num_new_tokens, copies)
+                    index += 1
+                elif not self._make_way(plan, completion, num_new_tokens):
+                    break
+            if not plan.preempted:
+                self._admit_waiting(plan)
+                add_drafts(plan, self.speculation, manager, self.config.max_model_len)
             if plan.scheduled:
                 break
-        if plan.takes != "all":
-            # A chunk and the rows of others take turns, so that neither waits for long.
-            self._turns = ("rows", "chunk") if plan.takes == "chunk" else ("chunk", "rows")
+        self._turns = NEXT_TURNS[plan.takes]
         queues.count_step()
         return plan
-
-    def _fill(self, plan: Batch) -> None:
-        """Add what it takes to a step: first of the running requests, then of waiting ones."""
-        running, manager, queues = self.running, self.manager, self._queues
-        only, is_ahead = plan.only, plan.is_ahead
-        takes_all, may_admit = plan.takes == "all", plan.takes != "rows"
-        urgent = self._first_urgent() if only is None and may_admit else None
-        # A decode takes at most one block. The pool grows once, before cached blocks are evicted.
-        self.cache.make_room(len(running) * len(manager.retentions))
-        index = 0
-        while index < len(running) and (takes_all or not plan.is_full):
-            completion = running[index]
-            if urgent is not None and place_of(urgent) < place_of(completion):
-                # At its place in the order: the requests before it are scheduled.
-                is_admitted = self._admit_urgent(plan, urgent, index)
-                index += is_admitted
-                may_admit = queues.may_admit_others(plan, urgent, is_admitted)
-                urgent = self._first_urgent(plan.passed) if may_admit else None
-                continue
-            num_new_tokens = len(completion.token_ids) - completion.num_computed_tokens
-            # 0 if the token that it awaits is its last one.
-            is_other = only is not None and completion is not only
-            if num_new_tokens == 0 or is_other or not (takes_all or _takes(plan, completion)):
-                index += 1
-                continue
-            if num_new_tokens > 1:
-                is_alone = only is not None or plan.takes == "chunk"
-                num_after = 0 if is_alone else len(running) - index - 1
-                num_new_tokens = self._next_chunk(plan, completion, num_after)
-            copies = manager.allocate_slots(completion.seq_id, num_new_tokens)
-            if copies is not None:
-                self._add_part(plan, completion, num_new_tokens, copies)
-                index += 1
-            elif is_ahead:
-                break
-            elif len(running) > 1:
-                # The last in order: no request after this one is in the step yet.
-                self._preempt(plan, running[-1])
-                self.cache.make_room(num_new_tokens * len(manager.retentions))
-            else:
-                self._finish_unfit(plan, completion)
-        if not plan.preempted:
-            if may_admit:
-                self._admit_waiting(plan)
-            add_drafts(plan, self.speculation, manager, self.config.max_model_len)
 
     def schedule_ahead(
         self, awaited: Iterable[Completion], budgets: TokenBudgets | None = None
@@ -301,10 +290,34 @@ class Scheduler:
                 completion.token_ids.append(PENDING_TOKEN)
         return self.schedule(None, budgets, is_ahead=True)
 
-    def _shrink_pool(self, only: Completion | None) -> None:
-        """Shrink the pool if it has memory that the recurrent states of the next waiting request
-        need. No step is in flight, and none is planned on the blocks that move.
+    def _token_budget(self, plan: Batch, budgets: TokenBudgets) -> int:
+        """The most new tokens of a step; in a deterministic engine its limit."""
+        limits, speculation = self.limits, self.speculation
+        if plan.takes != "all":
+            return limits.prefill if plan.takes == "chunk" else limits.mixed
+        is_shared = self._queues.are_shared
+        return token_budget(budgets, limits, self.running, speculation.max_more, is_shared)
+
+    def _make_way(self, plan: Batch, completion: Completion, num_new_tokens: int) -> bool:
+        """Preempt the last request for a running one that finds no block, or end it if it is alone;
+        False, without a change, in a step ahead.
         """
+        if plan.is_ahead:
+            return False
+        if len(self.running) > 1:
+            # The last in order: no request after this one is in the step yet.
+            self._preempt(plan, self.running[-1])
+            self.cache.make_room(num_new_tokens * len(self.manager.retentions))
+        else:
+            self._finish_unfit(plan, completion)
+        return True
+
+    def _shrink_pool(self, only: Completion | None, is_ahead: bool) -> None:
+        """Shrink the pool if it has memory that the recurrent states of the next waiting request
+        need; not in a step ahead, while the blocks that move are read.
+        """
+        if not self.waiting or self.manager.states is None or is_ahead:
+            return
         completion = only or self._first_ready(self._queues.in_turn())
         if completion is None or completion.seq_id in self.manager.tables:
             return
@@ -388,7 +401,7 @@ class Scheduler:
         return is_admitted
 
     def _admit_waiting(self, plan: Batch) -> None:
-        if not self.waiting:
+        if not self.waiting or plan.takes == "rows":
             return
         queues, tables, max_num_seqs = self._queues, self.manager.tables, self.config.max_num_seqs
         num_running = queues.num_places(self.running)
@@ -578,9 +591,3 @@ class Scheduler:
         if is_reset:
             self._prefix_cache.forget_last()
         return is_reset
-
-
-def _takes(plan: Batch, completion: Completion) -> bool:
-    """Whether a step of a deterministic engine may hold the next tokens of a running request."""
-    is_chunk = completion.num_computed_tokens < completion.num_prompt_tokens
-    return is_chunk == (plan.takes == "chunk")
