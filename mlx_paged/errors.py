@@ -170,8 +170,8 @@ def forget_frames(error: BaseException, where: str | None = None) -> None:
 class AdapterError(ArgumentError):
     """There is no such adapter, or it can't be loaded; the message is one line."""
 
-    def __init__(self, what: str):
-        super().__init__(f"[adapters] {what}", "adapter")
+    def __init__(self, what: str, argument: str = "adapter"):
+        super().__init__(f"[adapters] {what}", argument)
 
 
 class EngineStoppedError(RuntimeError):

@@ -75,9 +75,12 @@ def describe_memory(engine: Engine) -> str:
     """The memory that the engine needs in addition to K/V, and the memory that there is."""
     recommended = recommended_memory()
     limit = format_nbytes(recommended or memory_size())
+    activations = f"activations some {format_nbytes(engine.nbytes_activations)} at most (estimated)"
+    nbytes = engine.adapters.nbytes
+    adapters = f"up to {format_nbytes(nbytes)} of adapters, " if nbytes else ""
     return (
-        f"memory: weights {format_nbytes(weight_nbytes(engine.model))}, activations some "
-        f"{format_nbytes(engine.nbytes_activations)} at most (estimated), of {limit}"
+        f"memory: weights {format_nbytes(weight_nbytes(engine.model))}, {adapters}"
+        f"{activations}, of {limit}"
         f"{' that Metal recommends' * bool(recommended)}"
     )
 

@@ -228,7 +228,8 @@ class Adapters:
         self._wrapped: dict[str, AdaptedLayer] = {}
         if len(folders) > self.max_adapters:
             raise AdapterError(
-                f"{len(folders)} adapters are more than max_adapters {self.max_adapters}; raise it"
+                f"{len(folders)} are more than max_adapters {self.max_adapters}; raise it",
+                "max_adapters",
             )
         if not self.max_adapters:
             return
@@ -294,7 +295,8 @@ class Adapters:
         if not isinstance(folder, str | Path):
             raise AdapterError(f"the folder of {shown(name)} must be a path, got {shown(folder)}")
         if not self.max_adapters:
-            raise AdapterError("this engine has no room for adapters; give it max_adapters")
+            what = "this engine has no room for adapters; give it max_adapters"
+            raise AdapterError(what, "max_adapters")
         max_rank = max_rank or self.max_rank
         max_nbytes = HEADER_NBYTES + self._nbytes_of_one(max_rank, mx.float32)
         files = AdapterFiles.read(name, folder, max_nbytes)
@@ -311,7 +313,8 @@ class Adapters:
                 )
             if a.shape[1] > max_rank:
                 raise AdapterError(
-                    f"{what} has rank {a.shape[1]}, and max_adapter_rank is {max_rank}; raise it"
+                    f"{what} has rank {a.shape[1]}, and max_adapter_rank is {max_rank}; raise it",
+                    "max_adapter_rank",
                 )
         return AdapterFiles(name, files.folder, layers)
 
@@ -385,7 +388,8 @@ class Adapters:
                     return other.slot
         raise AdapterError(
             f"requests use all of the {self.max_adapters} adapters; load it later, or raise "
-            "max_adapters"
+            "max_adapters",
+            "max_adapters",
         )
 
     def _digest(self, files: AdapterFiles) -> bytes:

@@ -177,8 +177,15 @@ def test_the_help_is_in_groups_and_breaks_no_word(monkeypatch: pytest.MonkeyPatc
             *("--force", "--skip-check", "--backend"),
         ],
         "answers": [
-            *("--no-thinking", "--seed", "--system-prompt", "--temp", "--top-p", "--top-k"),
-            *("--min-p", "--xtc-probability", "--xtc-threshold", "--max-tokens"),
+            *("--no-thinking", "--seed", "--system-prompt", "--deterministic", "--temp"),
+            *(
+                "--top-p",
+                "--top-k",
+                "--min-p",
+                "--xtc-probability",
+                "--xtc-threshold",
+                "--max-tokens",
+            ),
         ],
         "memory and context": [
             *("--block-size", "--kv-cache-bytes", "--preallocate", "--kv-bits", "--window"),
@@ -193,7 +200,7 @@ def test_the_help_is_in_groups_and_breaks_no_word(monkeypatch: pytest.MonkeyPatc
             "--cache-dir-writes",
         ],
         "speed": [
-            *("--draft-model", "--prefill-step-size", "--num-draft-tokens"),
+            *("--draft-model", "--prefill-step-size", "--num-draft-tokens", "--matmul"),
             "--prefill-step-seconds",
         ],
         "the chat": ["--hide-thinking", "--plain", "--json", "--verbose"],

@@ -516,7 +516,7 @@ def test_a_layer_whose_weight_a_model_reads_is_refused_for_its_adapter_alone():
 def test_settings_and_names_that_do_not_fit_are_refused(folders: dict[str, Path]):
     ours = tiny_models()[0]
     for options, says in (
-        ({"adapters": folders, "max_adapters": 2}, "3 adapters are more than max_adapters 2"),
+        ({"adapters": folders, "max_adapters": 2}, "3 are more than max_adapters 2"),
         ({"adapters": ["a"]}, "adapters must be a dict of different names with a folder each"),
         ({"adapters": {"": "x"}}, "adapters must be a dict"),
         ({"max_adapter_rank": 0}, "max_adapter_rank must be a positive integer"),
