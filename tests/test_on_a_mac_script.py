@@ -194,6 +194,8 @@ def test_each_question_is_asked_where_there_is_metal(compiler, monkeypatch):
         monkeypatch.setitem(mac_kernels.COMPARISONS, name, (*small, low, high))
     with emulated_metal(Checks.quick()), monkeypatch.context() as patch:
         patch.setattr(kernels, "kernel", refusing)
+        # No model runs on kernels that are refused.
+        patch.setattr(mac_sections, "measure_bits", lambda *_: {"found": 1})
         rows = list(mac_sections.measure_questions(SIZES["quick"], "random"))
     num_threads, num_shares = len(mac_kernels.THREADS), len(mac_kernels.LATENT_SHARES)
     threads, merging = rows[:num_threads], rows[num_threads : num_threads + 6]
@@ -201,8 +203,17 @@ def test_each_question_is_asked_where_there_is_metal(compiler, monkeypatch):
     assert threads[3]["question"] == "most threads of a threadgroup, bfloat16, 128 x 4"
     assert threads[3]["expected"] == [448, 1024]
     assert merging[4]["question"] == "255 keys of 8 KV heads, merged over whole"
-    assert len(rows) == num_threads + 6 + len(mac_kernels.COMPARISONS) + num_shares
+    assert len(rows) == num_threads + 6 + len(mac_kernels.COMPARISONS) + num_shares + 1
     assert all(row["found"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_bits_of_deterministic_answers_are_compared(compiler):
+    with emulated_metal(Checks.quick()):
+        model, _ = mac_sections.load_models(SIZES["quick"], "random")
+        row = mac_sections.measure_bits(model, 8, 4)
+    assert row["question"] == "deterministic answers with the same bits in a batch as alone"
+    assert (row["found"], row["expected"]) == (4, [4, 4])
 
 
 def test_partitions_are_cut_as_before_after_they_were_measured():

@@ -8,7 +8,7 @@ import os
 import platform
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -27,6 +27,7 @@ from benchmarks.serving.throughput_sides import MlxLmBatch, MlxLmOneByOne, Paged
 from mlx_paged.cli.fit.machine import Machine
 from mlx_paged.cli.fit.verdict import Fit, Footprint
 from mlx_paged.engine.engine import Engine
+from mlx_paged.errors import ArgumentError
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.ops import AttentionShape, KVFormat, KVHandle, SlotMapping, choose
 from mlx_paged.ops.in_place import check_writes_in_place
@@ -227,6 +228,46 @@ def measure_questions(sizes: Sizes, model: str) -> Iterator[Row]:
     yield from mac_kernels.measure_registers()
     yield from mac_kernels.measure_merging(num_calls, turns)
     yield from mac_kernels.measure_comparisons(num_calls, turns, sizes.keys)
+    yield measure_bits(load_models(sizes, model)[0], sizes.prompt, sizes.answer)
+
+
+def measure_bits(model: nn.Module, num_tokens: int, max_tokens: int) -> Row:
+    """How many answers of a deterministic engine have the same bits in a batch with drafts as alone
+    without them.
+    """
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, logprobs=1)
+    # Repetitions, so that drafts are looked up.
+    prompts = {
+        str(seq): [token % (3 + seq) for token in range(seq * num_tokens + 5)] for seq in range(4)
+    }
+
+    def answers(names: Sequence[str], num_drafts: int) -> dict[str, Any]:
+        engine = Engine(
+            model,
+            None,
+            kv_cache_bytes=f"{4 * (4 * num_tokens + max_tokens) // 16 + 16}blocks",
+            deterministic=True,
+            num_draft_tokens=num_drafts,
+        )
+        for name in names:
+            engine.add_request(name, prompts[name], params)
+        found = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                found[output.request_id] = output.outputs[0].logprobs
+        engine.close()
+        return found
+
+    try:
+        together = answers(list(prompts), 3)
+    except ArgumentError as error:
+        return {"skipped": str(error)}
+    same = [name for name in prompts if answers([name], 0)[name] == together[name]]
+    return {
+        "question": "deterministic answers with the same bits in a batch as alone",
+        "found": len(same),
+        "expected": [len(prompts), len(prompts)],
+    }
 
 
 def measure_few_rows(sizes: Sizes, model: str) -> Iterator[Row]:

@@ -4,6 +4,7 @@ whatever else runs. The workloads are random, and faults that are planted are se
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from helpers.engine_runs import greedy, make_engine, prompt, run, sampled
 from helpers.model_zoo import make
 from helpers.workloads import Ask, Workload
 from mlx_lm.tuner.utils import linear_to_lora_layers
+from paged_testing import soak
 
 from mlx_paged import LLM, AsyncEngine
 from mlx_paged.engine import build
@@ -32,6 +34,7 @@ from mlx_paged.engine.scheduling.batch import Batch
 from mlx_paged.engine.scheduling.prefix_cache import PrefixCache
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.deterministic import deterministic_matmul
+from mlx_paged.request import RequestOutput
 from mlx_paged.snapshots import SnapshotError
 
 pytestmark = pytest.mark.usefixtures("short_steps")
@@ -72,6 +75,40 @@ def test_every_answer_has_the_bits_of_its_request_alone(
     # All that it is about has happened.
     assert stats.num_preemptions > 0 and stats.num_hit_tokens > 0
     assert (stats.spec_decoding.num_accepted_tokens > 20) == ("num_draft_tokens" in changes)
+
+
+class DeterministicSoak(soak.Soak):
+    """With steps that fail or are interrupted; the memory that plain MLX takes for rows is not
+    checked.
+    """
+
+    def _run_alone(self, request: soak.SoakRequest) -> RequestOutput:
+        params = {
+            each.name: getattr(request.params, each.name)
+            for each in dataclasses.fields(request.params)
+        }
+        return alone("16 bits", Ask(request.prompt, params, comes_at=0), {"block_size": 8})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_drafts", [0, 5])
+def test_steps_that_fail_change_no_token(num_drafts: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(soak, "MAX_NEW_TOKENS", 16)
+    monkeypatch.setattr(soak, "slack_nbytes", lambda *_: 2**30)
+    options = {
+        "deterministic": True,
+        "max_num_batched_tokens": None,
+        "kv_cache_bytes": "30blocks",
+        "swap_bytes": "20blocks" if num_drafts else 0,
+        "run_ahead": not num_drafts,
+    }
+    made = DeterministicSoak(model_of("16 bits"), 3, num_drafts=num_drafts, engine_options=options)
+    made.slack_at_rest = 2**30
+    made.run(0, 40)
+    assert made.counts["failed steps"] + made.counts["interruptions"] > 3
+    assert made.engine.stats().num_preemptions > 0
+    for number in range(0, 40, 3):
+        made.check_tokens(soak.make_request(made.seed, number, 61))
 
 
 def mlx_for_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
