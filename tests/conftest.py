@@ -17,6 +17,8 @@ from helpers.mlx_compiler import prepare_compiler
 from metal_emulator.fixtures import compiler
 
 from mlx_paged.cache import PagedKVCache
+from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.thread import EngineThread
 from mlx_paged.models import qwen3
 
 __all__ = ["compiler"]
@@ -49,6 +51,29 @@ def pytest_collection_finish() -> None:
     # ask for hundreds, would look at all of them each time: for half a second.
     gc.collect()
     gc.freeze()
+
+
+# Files of tests that look at an engine's own thread, which ends with the engine.
+_OF_THREADS = (
+    *(
+        "test_async_engine",
+        "test_compiled_decode",
+        "test_engine_failures",
+        "test_engine_interrupts",
+    ),
+    *("test_engine_programs", "test_engine_threads", "test_llm", "test_run_ahead"),
+    "test_structured_outputs",
+)
+
+
+@pytest.fixture(autouse=True)
+def few_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines take the threads that others have left: MLX keeps a thread of the system for each
+    stream that a process has ever had, and those of thousands of engines are more than a container
+    may have.
+    """
+    if request.path.stem not in _OF_THREADS:
+        monkeypatch.setattr(Engine, "_new_thread", EngineThread.shared)
 
 
 @pytest.fixture(scope="session")
