@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -67,13 +68,16 @@ _OF_THREADS = (
 
 
 @pytest.fixture(autouse=True)
-def few_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def few_threads(request: pytest.FixtureRequest) -> Iterator[None]:
     """Engines take the threads that others have left: MLX keeps a thread of the system for each
     stream that a process has ever had, and those of thousands of engines are more than a container
     may have.
     """
-    if request.path.stem not in _OF_THREADS:
-        monkeypatch.setattr(Engine, "_new_thread", EngineThread.shared)
+    # Not the fixture monkeypatch, which would then end after all others.
+    with pytest.MonkeyPatch.context() as patched:
+        if request.path.stem not in _OF_THREADS:
+            patched.setattr(Engine, "_new_thread", EngineThread.shared)
+        yield
 
 
 @pytest.fixture(scope="session")
