@@ -413,7 +413,7 @@ async def _end_of(process: asyncio.subprocess.Process, seconds: float) -> None:
 
 
 async def _written_by(*words: str, given: bytes = b"") -> tuple[bytes, bytes]:
-    """What a module of this package writes to stdout, nothing if it fails, and to stderr.
+    """The JSON that a module of this package writes to stdout, nothing if it fails; and stderr.
 
     Args:
         words: the module and its arguments.
@@ -433,7 +433,8 @@ async def _written_by(*words: str, given: bytes = b"") -> tuple[bytes, bytes]:
     finally:
         if process.returncode is None:
             process.kill()
-    return b"" if process.returncode == 2 else output, errors
+    begin = output.find(b"{")  # Libraries may have printed something before it.
+    return b"" if process.returncode == 2 or begin < 0 else output[begin:], errors
 
 
 def _in_words(status: int | None) -> str:

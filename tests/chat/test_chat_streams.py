@@ -142,8 +142,9 @@ def test_the_package_says_what_there_is(command: str, name: str):
     for wrong, kind in (("serve-me", "command"), ("--wat", "option")):
         status, out, err = shell(f"{command} {wrong}")
         assert (status, out) == (2, "")
-        commands = "commands: chat, serve, fit, list, pull, rm, ps, stop, cache, service, completion (see --help)"
-        assert err == f"{name}: error: unknown {kind} {wrong!r}; {commands}\n"
+        commands = "chat, serve, fit, list, pull, rm, ps, stop, cache, service, completion"
+        what = f"unknown {kind} {wrong!r}; commands: {commands} (see --help)"
+        assert err == f"{name}: error: {what}\n"
 
 
 def test_help_imports_nothing_heavy():
