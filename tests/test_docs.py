@@ -36,6 +36,7 @@ SERVER = "http://127.0.0.1:8000"  # as the pages call it
 NOT_RUN = {
     "<!-- needs a file -->": "a GGUF file of the reader's",
     "<!-- does not end -->": "a server",
+    "<!-- needs adapters -->": "adapters of the reader's",
     "<!-- needs an embedder -->": "a server of a model that was made for embeddings",
 }
 
