@@ -68,7 +68,7 @@ class Snapshots:
             follow those of the model. It is called when a file is written or read.
         finds_prefixes: whether prefix caching is enabled.
         ranks: among which the model is split.
-        matmul: of :func:`code_of`.
+        matmul: what computes K/V beside MLX; empty for MLX alone.
         is_deterministic: whether K/V that other code may have computed are refused.
     """
 
