@@ -160,7 +160,7 @@ def check_deterministic(options: EngineOptions) -> None:
         reason = "the order of its sums depends on the length of a step; use kv='paged'"
         raise _conflict("kv", reason)
     if given.get("matmul") == "mlx":
-        reason = "MLX's matmul takes other orders for other numbers of rows; leave it out"
+        reason = "MLX adds in other orders for other numbers of rows; leave it out"
         raise _conflict("matmul", reason)
     if given.get("max_num_seqs", 1) > MAX_STEP_ROWS:
         raise _conflict("max_num_seqs", f"{steps}; leave it out, or at most {MAX_STEP_ROWS}")

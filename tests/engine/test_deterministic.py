@@ -279,7 +279,7 @@ def test_snapshots_of_other_engines_are_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"matmul": "mlx"}, r"^\[engine\] matmul can't be combined with deterministic: MLX's"),
+        ({"matmul": "mlx"}, r"^\[engine\] matmul can't be combined with deterministic: MLX adds"),
         ({"kv": "basic"}, "kv can't be combined with deterministic: .*use kv='paged'"),
         (
             {"max_num_seqs": 65},
