@@ -302,6 +302,13 @@ class Directory:
             os.fchown(fd, self.owner, -1)
 
 
+def user_cache_folder() -> Path:
+    """The folder of the user's caches. Raises RuntimeError without a home."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    # Relative paths are ignored, as the XDG specification demands.
+    return Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+
+
 def make_folder(folder: Path) -> None:
     """Make ``folder`` for blocks, or check that an existing one can be used for them.
 

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import re
 import time
 from collections import defaultdict
@@ -24,7 +23,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from mlx_paged import __version__
-from mlx_paged.block_store.directory import Directory
+from mlx_paged.block_store.directory import Directory, user_cache_folder
 from mlx_paged.block_store.layout import BadBlockFileError
 from mlx_paged.models.matmul import (
     SEVERAL_ROWS,
@@ -203,10 +202,8 @@ def known_choices(
 
 
 def cache_folder() -> Path:
-    """The package's folder in the user's cache folder. Raises RuntimeError without a home."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    # Relative paths are ignored, as the XDG specification demands.
-    return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "mlx_paged"
+    """The folder of choices. Raises RuntimeError without a home."""
+    return user_cache_folder() / "mlx_paged"
 
 
 def _file_name() -> str:

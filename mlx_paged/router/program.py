@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_paged.block_store import BlockStoreError
-from mlx_paged.block_store.directory import make_folder
+from mlx_paged.block_store.directory import make_folder, user_cache_folder
 from mlx_paged.cli.program import Parser, run_program
 from mlx_paged.cli.streams import say, warnings_as_lines
 from mlx_paged.errors import STUCK_STATUS, ArgumentError, one_line, shown, system_reason
@@ -336,7 +336,7 @@ def with_cache_dir(models: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping
 
 def default_cache_dir() -> Path:
     """The folder of conversations that no flag names."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mlx-paged"
+    return user_cache_folder() / "mlx-paged"
 
 
 def _folder_for_sockets() -> Path:
