@@ -94,27 +94,17 @@ def _operations(model: LanguageModel, matmul: Matmul) -> set[str]:
 class _NoAttention(LayerKV):
     """A layer whose attention returns zeros that depend on Q, K and V."""
 
+    _written: tuple[mx.array, ...] = ()
+
     def update(self, k: mx.array, v: mx.array) -> None:
-        raise NotImplementedError
+        self._written = k, v
 
     def stored_rows(self, table: BlockTable) -> tuple[Parts, Parts]:
-        raise NotImplementedError
-
-    def update_and_attend(
-        self,
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        *,
-        scale: float,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
-        made: mx.array = mx.depends(self.attend(q, scale=scale), [k, v])
-        return made
+        raise NotImplementedError("[deterministic] this layer stores no rows")
 
     def attend(self, q: mx.array, *, scale: float, sinks: mx.array | None = None) -> mx.array:
         zeros = mx.zeros((*q.shape[:2], self.spec.value_dim), q.dtype)
-        made: mx.array = mx.depends(zeros, [q])
+        made: mx.array = mx.depends(zeros, [q, *self._written])
         return made
 
     def update_and_attend_latents(
