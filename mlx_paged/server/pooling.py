@@ -214,9 +214,7 @@ def _refusal_of(name: str, error: Exception) -> ApiError:
 def _embeddings_body(
     context: RequestContext[Any], body: EmbeddingRequest, outputs: Sequence[RequestOutput]
 ) -> bytes:
-    """The answer, each embedding written by itself: one call for all would hold the GIL for a
-    second.
-    """
+    """The answer."""
     entries = []
     for index, output in enumerate(outputs):
         embedding: Any = output.pooled
@@ -228,8 +226,14 @@ def _embeddings_body(
         "model": body.model_name(context.service),
         "usage": usage_of(outputs),
     }
-    text = f'{json.dumps(head)[:-1]}, "data": [{", ".join(entries)}]}}'
-    return text.encode()
+    return with_entries(head, "data", entries)
+
+
+def with_entries(head: Mapping[str, Any], name: str, entries: Sequence[str]) -> bytes:
+    """A JSON object with the fields of ``head`` and a list of values, each of which was written by
+    itself: one call for all embeddings would hold the GIL for a second.
+    """
+    return f'{json.dumps(head)[:-1]}, "{name}": [{", ".join(entries)}]}}'.encode()
 
 
 def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, int]:

@@ -28,7 +28,7 @@ from mlx_paged.server.ollama.body import (
 )
 from mlx_paged.server.ollama.listing import REFUSED, timestamp
 from mlx_paged.server.openai.answers import TokenNames, chat_logprobs
-from mlx_paged.server.pooling import read_inputs
+from mlx_paged.server.pooling import read_inputs, with_entries
 from mlx_paged.server.prompt_threads import Work
 from mlx_paged.server.routes import ApiRoute, Renderer, RequestContext
 
@@ -162,12 +162,10 @@ async def embed(context: RequestContext[EmbeddingFields]) -> Response:
         "load_duration": round(1e9 * max((each.queue_time or 0.0 for each in outputs), default=0)),
         "prompt_eval_count": sum(len(each.prompt_token_ids) for each in outputs),
     }
-    # Each by itself: one call for all would hold the GIL for long.
     entries = await context.run_in_tokenizer_pool(
         lambda _: [json.dumps(each.pooled) for each in outputs]
     )
-    text = f'{json.dumps(end)[:-1]}, "embeddings": [{", ".join(entries)}]}}'
-    return Response(text, media_type="application/json")
+    return Response(with_entries(end, "embeddings", entries), media_type="application/json")
 
 
 ROUTES = [
