@@ -25,7 +25,14 @@ from mlx_paged.options.config import KEEP_ALIVE
 from mlx_paged.router.model_process import ModelProcess
 from mlx_paged.router.residency import Resident
 from mlx_paged.router.router import Forwarded, Router
-from mlx_paged.server.errors import ApiError, failed, not_stored, until_disconnect
+from mlx_paged.server.errors import (
+    OLLAMA,
+    ApiError,
+    failed,
+    not_stored,
+    protocol_of,
+    until_disconnect,
+)
 from mlx_paged.server.http.access import SAFE_METHODS, check_admin, guarded, html_page
 from mlx_paged.server.http.http_server import MAX_CONNECTIONS, Gate
 from mlx_paged.server.http.limits import Limits
@@ -275,14 +282,15 @@ class RouterApp(RequestLog):
         if request.method in SAFE_METHODS and model.process.state != "loaded":
             text = f"the model {shown(model.name)} is not loaded"
             raise ApiError(503, text, code="model_not_loaded")
-        keep_alive = fields.keep_alive
+        raw, query = request.scope["raw_path"], request.scope["query_string"]
+        target, keep_alive = raw if path is None else path, fields.keep_alive
         if keep_alive is not None and keep_alive > model.keep_alive:
-            if request.url.path.startswith("/api/") and not principal.is_admin:
+            is_ollama = protocol_of({"path": target.decode("latin-1")}) is OLLAMA
+            if is_ollama and not principal.is_admin:
                 keep_alive = None  # Ollama's clients send a time that their user has not chosen.
             else:
                 check_admin(principal, "a model", f"to keep it for over {model.keep_alive:g} s")
-        raw, query = request.scope["raw_path"], request.scope["query_string"]
-        target = (raw if path is None else path) + b"?" * bool(query) + query
+        target += b"?" * bool(query) + query
         streams = request.url.path in _STREAMED if fields.stream is None else fields.stream
         return Forwarded(self._router, model, body, target, keep_alive, streams)
 
