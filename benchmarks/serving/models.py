@@ -79,7 +79,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def write_large(folder: Path, gigabytes: float) -> int:
-    """A random model with about so many gigabytes of bfloat16 weights; returns their bytes."""
+    """A random model with about this many gigabytes of bfloat16 weights; returns their bytes."""
     shutil.copytree(demo_model_path(), folder)
     config = json.loads((folder / "config.json").read_text())
     config |= {**SHAPE, "num_key_value_heads": 8, "head_dim": 64, "torch_dtype": "bfloat16"}

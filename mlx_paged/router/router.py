@@ -33,7 +33,7 @@ from mlx_paged.server.program import ANY_NAME
 logger = logging.getLogger("mlx_paged.server")
 
 # A stream whose model is being loaded begins after the first, so that an early failure can still
-# have an HTTP status, and then has a comment every so many seconds.
+# have an HTTP status, and then has a comment at this interval.
 FIRST_PROGRESS_SECONDS, PROGRESS_SECONDS = 10.0, 5.0
 STOP_SECONDS = 20.0  # for processes to end, once no request is left
 # Headers of one connection, those that the router writes itself, and those that only it may read.

@@ -66,7 +66,7 @@ def hub(root: Path, requests: list[str] | None = None, broken: int = 0) -> Itera
 
     Args:
         requests: is appended the method, the path and the range of each request for a file.
-        broken: so many connections end halfway through a file of weights.
+        broken: the number of connections that end halfway through a file of weights.
     """
     left = [broken]
 

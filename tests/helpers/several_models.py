@@ -54,7 +54,7 @@ def flags_of(model: Path, name: str, *words: str) -> dict[str, Any]:
 def residency_of(
     models: Mapping[str, Path], num_places: int, sockets: Path, *words: str, **options: Any
 ) -> Residency:
-    """Models of which so many have room at once, with equal needs, which are not measured."""
+    """Models of which this many have room at once, with equal needs, which are not measured."""
     residents = [
         Resident(Measured(name, flags_of(path, name, *words), sockets / name))
         for name, path in models.items()
