@@ -67,8 +67,9 @@ def running_router(config: Path, *flags: str, patch: str = "") -> Iterator[Progr
 
 def pids_below(program: Program) -> dict[str, int]:
     """The ids of the models' processes, by the names of the models."""
+    # -ww, since ps cuts its lines where COLUMNS says so, even in a pipe.
     listed = subprocess.run(
-        ["ps", "-A", "-o", "pid=,ppid=,command="], capture_output=True, text=True, check=True
+        ["ps", "-A", "-ww", "-o", "pid=,ppid=,command="], capture_output=True, text=True, check=True
     )
     rows = [line.split() for line in listed.stdout.splitlines()]
     return {
