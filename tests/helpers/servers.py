@@ -8,15 +8,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache, partial
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+import anyio
 import mlx.core as mx
 import uvicorn
+from anyio.from_thread import BlockingPortal
 from mlx.nn import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from starlette.testclient import TestClient
@@ -136,10 +140,28 @@ def running_service(folder: Path | None = None, **options: Any) -> Iterator[tupl
         yield service, url
 
 
+@cache
+def _event_loop() -> BlockingPortal:
+    """One event loop for all clients of this process: a server has one. A client by itself makes
+    one for each request, in which work in the background ends in its middle.
+    """
+    made: Future[BlockingPortal] = Future()
+
+    async def run() -> None:
+        async with BlockingPortal() as portal:
+            made.set_result(portal)
+            await portal.sleep_until_stopped()
+
+    threading.Thread(target=partial(anyio.run, run), daemon=True).start()
+    return made.result()
+
+
 def client_of(service: Service, settings: ServerSettings | None = None) -> TestClient:
     """A client of the whole application, in this process and under a name that it lets in."""
     app = App(service if settings is None else replace(service, settings=settings))
-    return TestClient(app, "http://localhost", raise_server_exceptions=False)
+    client = TestClient(app, "http://localhost", raise_server_exceptions=False)
+    client.portal = _event_loop()
+    return client
 
 
 class HttpAnswer(NamedTuple):
