@@ -174,6 +174,10 @@ class AdapterError(ArgumentError):
         super().__init__(f"[adapters] {what}", argument)
 
 
+class AdaptersInUseError(AdapterError):
+    """There is no room for another adapter until a request for one of the loaded ones ends."""
+
+
 class EngineStoppedError(RuntimeError):
     """The engine was shut down, or stopped by a failure, which is then the ``__cause__``."""
 

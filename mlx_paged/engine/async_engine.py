@@ -28,18 +28,20 @@ from mlx_paged.engine.thread import (
     ForkedError,
     StuckStepError,
 )
-from mlx_paged.errors import ArgumentError, EngineStoppedError
+from mlx_paged.errors import AdaptersInUseError, ArgumentError, EngineStoppedError
 from mlx_paged.models.adapters import Adapter
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.options.engine_options import EngineOptions
 from mlx_paged.options.foreign_arguments import refuse_unknown
 from mlx_paged.options.sampling_params import PoolingParams, RequestOutputKind, SamplingParams
-from mlx_paged.request import REQUEST_ID, RequestOutput
+from mlx_paged.request import NAME, REQUEST_ID, RequestOutput
 
 # A reader receives outputs or, if the engine stops before the answer is finished, the reason.
 News: TypeAlias = RequestOutput | EngineStoppedError
 # The interval at which blocks are offered again to a disk that is too slow, while idle.
 SAVE_SECONDS = 0.05
+# The interval at which a request asks for its adapter again while others use all that fit.
+_SECONDS_BETWEEN_TRIES = 0.05
 
 Receiver: TypeAlias = Callable[[News], None]
 
@@ -108,7 +110,8 @@ class AsyncEngine:
         Args:
             request_id: for :meth:`abort`; must not be in use. By default a new one.
             options: ``priority``, ``cache_salt``, ``no_store``, ``user``, ``adapter`` and
-                ``token_rules`` of :meth:`Engine.add_request`.
+                ``token_rules`` of :meth:`Engine.add_request`. While other requests use all adapters
+                that fit, one for another adapter waits for them.
 
         Raises:
             ValueError, PromptTooLongError: as :meth:`Engine.add_request`.
@@ -142,13 +145,27 @@ class AsyncEngine:
             rules = await asyncio.to_thread(self.engine.prepare, params)
             options = {**options, "token_rules": rules}
         try:
-            self._add(prompt, params, reader_id, options, receive)
+            while True:
+                try:
+                    await self._have_adapter(options.get("adapter"))
+                    self._add(prompt, params, reader_id, options, receive)
+                    break
+                except AdaptersInUseError:
+                    await asyncio.sleep(_SECONDS_BETWEEN_TRIES)
             output: RequestOutput | None = None
             while output is None or not output.finished:
                 output = _newest(await inbox.get(), inbox, params)
                 yield output
         finally:
             self._forget(reader_id, receive)
+
+    async def _have_adapter(self, name: str | None) -> None:
+        """Load an adapter again if others have taken its place, in another thread: reading it and
+        waiting for the running step would block the event loop.
+        """
+        name = NAME.check("engine", "adapter", name)
+        if name is not None and self.engine.adapters.find(name) is None:
+            await asyncio.to_thread(self.engine.have_adapter, name)
 
     def stream(
         self,
@@ -158,7 +175,7 @@ class AsyncEngine:
         request_id: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> Generator[RequestOutput, None, None]:
-        """The same as :meth:`generate`, for threads."""
+        """The same as :meth:`generate`, for threads; but that it does not wait for an adapter."""
         refuse_unknown(AsyncEngine.stream, options, RequestOptions.__annotations__)
         request_id = self._id_of(request_id)
         outputs = self._stream(prompt, params, request_id, options)

@@ -170,44 +170,53 @@ class Engine:
             no_store: write none of its K/V to ``cache_dir``; stored blocks are still used.
             user: whose request this is. Users have fair shares of the engine, however many requests
                 each has. Requests without one are those of one user.
-            adapter: the name of a loaded adapter (:meth:`load_adapter`); ``None`` for the model
-                alone.
+            adapter: the name of an adapter, of ``adapters`` or :meth:`load_adapter`; ``None`` for
+                the model alone. If others have taken its place, it is loaded again.
             token_rules: what :meth:`prepare` returned for these parameters. By default they are
                 prepared here.
 
         Raises:
             ValueError: the prompt is empty, a token id is not in the vocabulary, the request id is
-                in use, the adapter is not loaded, the parameters can't be satisfied, or the model
-                gives no embeddings.
+                in use, there is no such adapter or no room for it now, the parameters can't be
+                satisfied, or the model gives no embeddings.
             PromptTooLongError: the budget can never hold the prompt; the message has the numbers.
         """
         if unknown:
             refuse_unknown(Engine.add_request, unknown)
         self._refuse_on_followers("add_request")
         self.thread.check()
-        request = self.input_processor.process(
-            request_id,
-            prompt,
-            params,
-            priority=priority,
-            cache_salt=cache_salt,
-            no_store=no_store,
-            user=user,
-            adapter=self.adapters.find(NAME.check("engine", "adapter", adapter)),
-            token_rules=token_rules,
-        )
-        self.scheduler.check(request)
-        if request.params.sampler is not None or request.params.logits_processors:
-            self._calls_functions = True
-        with self.adapters.lock:
-            self.adapters.check(request.adapter)
-            # A single operation, so an interrupt comes before or after it.
-            registered = self.reports.requests.setdefault(request_id, request)
+        while True:
+            request = self.input_processor.process(
+                request_id,
+                prompt,
+                params,
+                priority=priority,
+                cache_salt=cache_salt,
+                no_store=no_store,
+                user=user,
+                adapter=self.have_adapter(adapter),
+                token_rules=token_rules,
+            )
+            self.scheduler.check(request)
+            if request.params.sampler is not None or request.params.logits_processors:
+                self._calls_functions = True
+            if (registered := self._register(request)) is not None:
+                break
         if registered is not request:
             raise ArgumentError(f"[engine] request {request_id!r} exists already")
         adding = self.thread.submit(self.steps.add_new, "add_request")
         if adding.is_next:
             adding.result()
+
+    def _register(self, request: Request) -> Request | None:
+        """Register a request unless its id is in use; returns the one that has it, or ``None`` if
+        another adapter has taken the place of the request's meanwhile.
+        """
+        with self.adapters.lock:
+            if not self.adapters.is_loaded(request.adapter):
+                return None
+            # A single operation, so an interrupt comes before or after it.
+            return self.reports.requests.setdefault(request.request_id, request)
 
     def prepare(self, params: SamplingParams) -> TokenRules:
         """Do the slow part of ``add_request`` for these parameters: check their token ids, encode
@@ -265,7 +274,7 @@ class Engine:
         adapter: str | None = None,
     ) -> list[int]:
         """The ids of the cached blocks that hold the longest prefix of these tokens."""
-        extra_keys = extra_hash_keys(cache_salt, self.adapters.find(adapter))
+        extra_keys = extra_hash_keys(cache_salt, self.have_adapter(adapter))
         block_hashes = hash_token_blocks(token_ids, self.cache.config.block_size, extra_keys)
         find = partial(self.manager.get_computed_blocks, block_hashes, len(token_ids) + 1)
         return [block.block_id for block in self.thread.call(find).blocks]
@@ -361,20 +370,42 @@ class Engine:
 
     def load_adapter(self, name: str, folder: str | Path) -> Adapter:
         """Load a LoRA adapter from its folder, for requests that choose it by its name. If
-        ``max_adapters`` are loaded, the least recently used one that no request uses is unloaded.
+        ``max_adapters`` are loaded, it takes the place of the least recently used one that no
+        request uses, which the next request for it loads again.
 
         Raises:
             AdapterError: the folder can't be read, is of another kind than LoRA, or does not fit
-                the model; or the name or all of ``max_adapters`` are in use. Nothing was loaded.
+                the model; or there is one of this name already. Nothing was loaded.
+            AdaptersInUseError: requests use ``max_adapters`` others. Nothing was loaded.
         """
-        return self._load_adapter(self.adapters.read(name, folder))
+        files = self.adapters.read(name, folder)
+        self.adapters.add(files)
+        try:
+            return self._load_adapter(files)
+        except BaseException:
+            self.adapters.unload(name)
+            raise
+
+    def have_adapter(self, name: str | None) -> Adapter | None:
+        """The adapter of this name, loaded again if others have taken its place; ``None`` for
+        ``None``.
+
+        Raises:
+            AdapterError: there is none of this name, or its files can't be read any more or have
+                changed.
+            AdaptersInUseError: requests use ``max_adapters`` others.
+        """
+        name = NAME.check("engine", "adapter", name)
+        if name is None:
+            return None
+        return self.adapters.find(name) or self._load_adapter(self.adapters.read_again(name))
 
     def unload_adapter(self, name: str) -> None:
         """Refuse further requests for an adapter; those that use it continue, and its memory is
         used for another one when they have ended.
 
         Raises:
-            AdapterError: it is not loaded.
+            AdapterError: there is none of this name.
         """
         self.adapters.unload(name)
 
@@ -395,7 +426,7 @@ class Engine:
         """Write the K/V of a conversation to a file; returns the number of its tokens that were
         saved. Arguments and errors: :meth:`Snapshots.save`.
         """
-        found = self.adapters.find(adapter)
+        found = self.have_adapter(adapter)
         return self._read(partial(self.snapshots.save, path, token_ids, cache_salt, found))
 
     def load_snapshot(
@@ -404,7 +435,7 @@ class Engine:
         """Load the K/V of a file into the prefix cache, for requests whose prompts begin with its
         tokens; returns their ids. Arguments and errors: :meth:`Snapshots.open`.
         """
-        return self._put(self.snapshots.open(path, cache_salt, self.adapters.find(adapter)))
+        return self._put(self.snapshots.open(path, cache_salt, self.have_adapter(adapter)))
 
     def export_prompt_cache(
         self,

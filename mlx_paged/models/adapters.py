@@ -9,8 +9,9 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,7 +19,13 @@ import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.base import Module
 
-from mlx_paged.errors import AdapterError, one_line, shown, system_reason
+from mlx_paged.errors import (
+    AdapterError,
+    AdaptersInUseError,
+    one_line,
+    shown,
+    system_reason,
+)
 from mlx_paged.models.adapted_layers import AdaptedLayer, Matrices, sizes_of, wrapper_of
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.ops import device
@@ -45,6 +52,18 @@ class AdapterFiles:
     name: str
     folder: Path
     layers: Mapping[str, Matrices]
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256 of its matrices and scales."""
+        total = hashlib.sha256(b"lora 2")
+        for path, (a, b, scale) in sorted(self.layers.items()):
+            text = f"{path} {scale!r} {a.shape} {a.dtype} {b.shape} {b.dtype}"
+            total.update(text.encode() + b"\0")
+            for array in (a, b):
+                flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
+                total.update(np.array(flat, copy=False).data)
+        return total.digest()
 
     @property
     def rank(self) -> int:
@@ -175,6 +194,15 @@ class Place(NamedTuple):
     layer: Module
 
 
+class KnownAdapter(NamedTuple):
+    """An adapter that requests may choose, loaded or not: its folder, and the digest of its files
+    when they were read first.
+    """
+
+    folder: Path
+    digest: bytes
+
+
 @dataclass(frozen=True, eq=False)
 class Adapter:
     """A loaded adapter.
@@ -196,16 +224,18 @@ class Adapters:
 
     Args:
         model: that they belong to.
-        folders: the adapters to read at once, by name; :meth:`load` loads them.
+        folders: of the adapters that requests may choose, by name. All are read and checked.
         max_adapters: the most loaded ones; by default, the number of folders. 0: none can be.
         max_rank: of an adapter; by default ``DEFAULT_ADAPTER_RANK``, or the next power of two of
             the largest rank of the folders.
 
     Attributes:
         model: the model that has them; ``model`` itself if none can be loaded.
-        first: those of ``folders``, to be loaded.
+        known: the adapters that requests may choose, by name.
+        first: those of them that :meth:`load` is to load at the start, the first ``max_adapters``.
         loaded: by name, the least recently used first.
-        lock: of ``loaded``; held, too, while the engine takes on a request for one of them.
+        lock: of ``known`` and ``loaded``; held, too, while the engine takes on a request for one
+            of them.
 
     Raises:
         AdapterError: a folder can't be read or does not fit the model; or a setting does not fit.
@@ -220,18 +250,17 @@ class Adapters:
     ):
         self.max_adapters = len(folders) if max_adapters is None else max_adapters
         self.lock = threading.Lock()
+        self.known: dict[str, KnownAdapter] = {}
         self.loaded: dict[str, Adapter] = {}
         self.first: list[AdapterFiles] = []
         self.model, self.max_rank, self.nbytes = model, max_rank or DEFAULT_ADAPTER_RANK, 0
         self._slots: list[Adapter | None] = [None] * self.max_adapters
         self._places: dict[str, Place] = {}
         self._wrapped: dict[str, AdaptedLayer] = {}
-        if len(folders) > self.max_adapters:
-            raise AdapterError(
-                f"{len(folders)} are more than max_adapters {self.max_adapters}; raise it",
-                "max_adapters",
-            )
         if not self.max_adapters:
+            if folders:
+                what = f"there is no room for {len(folders)} with max_adapters 0; raise it"
+                raise AdapterError(what, "max_adapters")
             return
         if model.group is not None and model.group.size() > 1:
             raise AdapterError(
@@ -244,13 +273,15 @@ class Adapters:
             if wrapper_of(place.layer) is not None:
                 self._places[path] = place
         self._dtype = mx.float32 if device.is_cpu() else model.dtype
-        if max_rank is None:
-            # Of any rank, to find out which there are.
-            self.first = [self.read(*each, max_rank=2**20) for each in folders.items()]
-            largest = max([self.max_rank, *(each.rank for each in self.first)])
-            self.max_rank = 1 << (largest - 1).bit_length()
-        else:
-            self.first = [self.read(*each) for each in folders.items()]
+        # Of any rank, to find out which there are.
+        checked_rank = 2**20 if max_rank is None else max_rank
+        for name, folder in folders.items():
+            files = self.read(name, folder, max_rank=checked_rank)
+            self.add(files)
+            if max_rank is None and files.rank > self.max_rank:
+                self.max_rank = 1 << (files.rank - 1).bit_length()
+            if len(self.first) < self.max_adapters:
+                self.first.append(files)
         self.nbytes = (self.max_adapters + 1) * self._nbytes_of_one(self.max_rank, self._dtype)
         self.model.adapter_nbytes = self.nbytes
 
@@ -259,30 +290,43 @@ class Adapters:
         num_rows = sum(sum(sizes_of(place.layer)) for place in self._places.values())
         return num_rows * rank * dtype.size
 
-    def find(self, name: str | None) -> Adapter | None:
-        """The adapter of a request, which becomes the most recently used one; ``None`` for none.
+    def find(self, name: str) -> Adapter | None:
+        """An adapter, which becomes the most recently used one; ``None`` if it is not loaded.
 
         Raises:
-            AdapterError: it is not loaded.
+            AdapterError: there is none of this name.
         """
-        if name is None:
-            return None
         with self.lock:
-            adapter = self.loaded.get(name)
-            if adapter is not None:
+            if (adapter := self.loaded.get(name)) is not None:
                 # A new one, because other threads read it without the lock.
                 others = {other: each for other, each in self.loaded.items() if other != name}
                 self.loaded = {**others, name: adapter}
                 return adapter
-        names = ", ".join(map(shown, self.loaded)) or "none"
-        raise AdapterError(f"there is no adapter {shown(name)}; loaded are {names}")
+            if name in self.known:
+                return None
+            names = ", ".join(map(shown, self.known)) or "none"
+        raise AdapterError(f"there is no adapter {shown(name)}; there are {names}")
 
-    def check(self, adapter: Adapter | None) -> None:
-        """Raise :class:`AdapterError` if an adapter of :meth:`find` was unloaded meanwhile. Called
-        with the lock.
+    def is_loaded(self, adapter: Adapter | None) -> bool:
+        """Whether what a request is to use is still there; ``None`` is the model alone. Called with
+        the lock.
         """
-        if adapter is not None and self.loaded.get(adapter.name) is not adapter:
-            raise AdapterError(f"the adapter {shown(adapter.name)} was unloaded")
+        return adapter is None or self.loaded.get(adapter.name) is adapter
+
+    def add(self, files: AdapterFiles) -> None:
+        """Let requests choose an adapter.
+
+        Raises:
+            AdapterError: they can choose one of this name already.
+        """
+        with self.lock:
+            if files.name in self.known:
+                raise AdapterError(
+                    f"there is an adapter {shown(files.name)} already; unload it first, or use "
+                    "another name"
+                )
+            of_it = KnownAdapter(files.folder.absolute(), files.digest)
+            self.known = {**self.known, files.name: of_it}
 
     def read(self, name: str, folder: str | Path, *, max_rank: int | None = None) -> AdapterFiles:
         """Read and check a folder, in any thread.
@@ -318,6 +362,25 @@ class Adapters:
                 )
         return AdapterFiles(name, files.folder, layers)
 
+    def read_again(self, name: str) -> AdapterFiles:
+        """Read an adapter that requests may choose.
+
+        Raises:
+            AdapterError: there is none of this name; or its files can't be read any more, or have
+                changed.
+        """
+        with self.lock:
+            known = self.known.get(name)
+        if known is None:
+            raise AdapterError(f"the adapter {shown(name)} was unloaded")
+        files = self.read(name, known.folder)
+        if files.digest != known.digest:
+            raise AdapterError(
+                f"the files of {shown(name)} have changed since it was loaded; unload it, and load "
+                "it again"
+            )
+        return files
+
     def _path_of(self, path: str, files: AdapterFiles) -> str:
         """The path of a layer in the model, which may have further modules around it."""
         suffix = f".{path}"
@@ -334,16 +397,19 @@ class Adapters:
         return paths[0]
 
     def load(self, files: AdapterFiles, used: Callable[[], Iterable[Adapter | None]]) -> Adapter:
-        """Load an adapter, between two steps. If there are ``max_adapters``, the least recently
-        used one is unloaded.
+        """Load an adapter, between two steps, unless another thread has done so. If there are
+        ``max_adapters``, it takes the place of the least recently used one.
 
         Args:
             used: returns those of unfinished requests, which are kept. Called with the lock.
 
         Raises:
-            AdapterError: one of this name is loaded, or requests use all of them.
+            AdaptersInUseError: requests use all of them.
         """
-        slot = self._take_slot(files.name, used)
+        with self.lock:
+            if (adapter := self.loaded.get(files.name)) is not None:
+                return adapter
+            slot = self._free_slot(set(used()))
         self._slots[slot - 1] = None
         for path in files.layers.keys() - self._wrapped.keys():
             parent, key, layer = self._places[path]
@@ -354,9 +420,13 @@ class Adapters:
             parent[key] = self._wrapped[path] = wrapped
         for path, wrapped in self._wrapped.items():
             wrapped.put(slot, files.layers.get(path))
-        adapter = Adapter(files.name, files.folder, files.rank, self._digest(files), slot)
+        # The rank and the dtype decide how products are rounded.
+        digest = hashlib.sha256(f"{self.max_rank} {self._dtype} ".encode() + files.digest).digest()
+        adapter = Adapter(files.name, files.folder, files.rank, digest, slot)
         with self.lock:
-            self._slots[slot - 1] = self.loaded[files.name] = adapter
+            self._slots[slot - 1] = adapter
+            if files.name in self.known:  # It was not unloaded meanwhile.
+                self.loaded = {**self.loaded, files.name: adapter}
         return adapter
 
     def unload(self, name: str) -> None:
@@ -364,44 +434,28 @@ class Adapters:
         it has ended.
 
         Raises:
-            AdapterError: it is not loaded.
+            AdapterError: there is none of this name.
         """
         self.find(name)
         with self.lock:
-            self.loaded.pop(name, None)
+            self.known = {each: of for each, of in self.known.items() if each != name}
+            self.loaded = {each: of for each, of in self.loaded.items() if each != name}
 
-    def _take_slot(self, name: str, used: Callable[[], Iterable[Adapter | None]]) -> int:
-        with self.lock:
-            if name in self.loaded:
-                raise AdapterError(
-                    f"an adapter {shown(name)} is loaded already; unload it first, or use another "
-                    "name"
-                )
-            running = set(used())
-            kept = {*running, *self.loaded.values()}
-            for slot, adapter in enumerate(self._slots, 1):
-                if adapter is None or adapter not in kept:
-                    return slot
-            for other in list(self.loaded.values()):
-                if other not in running:
-                    del self.loaded[other.name]
-                    return other.slot
-        raise AdapterError(
-            f"requests use all of the {self.max_adapters} adapters; load it later, or raise "
-            "max_adapters",
+    def _free_slot(self, running: Set[Adapter | None]) -> int:
+        """A slot for another adapter, whose own one is no longer loaded. Called with the lock."""
+        kept = {*running, *self.loaded.values()}
+        for slot, adapter in enumerate(self._slots, 1):
+            if adapter is None or adapter not in kept:
+                return slot
+        for name, adapter in self.loaded.items():
+            if adapter not in running:
+                self.loaded = {each: of for each, of in self.loaded.items() if each != name}
+                return adapter.slot
+        raise AdaptersInUseError(
+            f"requests use all of the {self.max_adapters} adapters that can be loaded; retry "
+            "later, or raise max_adapters",
             "max_adapters",
         )
-
-    def _digest(self, files: AdapterFiles) -> bytes:
-        # The rank and the dtype decide how products are rounded.
-        total = hashlib.sha256(f"lora 1 {self.max_rank} {self._dtype}".encode())
-        for path, (a, b, scale) in sorted(files.layers.items()):
-            text = f"{path} {scale!r} {a.shape} {a.dtype} {b.shape} {b.dtype}"
-            total.update(text.encode() + b"\0")
-            for array in (a, b):
-                flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
-                total.update(np.array(flat, copy=False).data)
-        return total.digest()
 
 
 def _with_own_modules(model: LanguageModel) -> LanguageModel:

@@ -383,8 +383,9 @@ class EngineOptions(OneShotOptions, total=False):
     max_adapters: Annotated[
         int | None,
         Option(
-            "the most adapters that are loaded at once, for which memory is set aside. Beyond it, "
-            "the least recently used one is unloaded; 0 allows none.",
+            "the most adapters that are loaded at once, for which memory is set aside. Another one "
+            "takes the place of the least recently used one, which is loaded again when a request "
+            "asks for it; 0 allows none.",
             or_none(AT_LEAST_0),
             _SERVER,
             default_text="the number of adapters",

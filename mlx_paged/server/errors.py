@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_paged.errors import (
     AdapterError,
+    AdaptersInUseError,
     ArgumentError,
     CacheFullError,
     ChatTemplateError,
@@ -233,6 +234,8 @@ def api_error(error: BaseException, fields: Mapping[str, str] | None = None) -> 
     if isinstance(error, PromptTooLongError):
         text = f"prompt is too long: {_words_of(error)}"
         return ApiError(400, text, code="context_length_exceeded")
+    if isinstance(error, AdaptersInUseError):
+        return ApiError(503, _words_of(error), headers={"Retry-After": "5"})
     if isinstance(error, AdapterError):
         # It was unloaded since the model's name was checked.
         return ApiError(404, _words_of(error), param="model", code="model_not_found")

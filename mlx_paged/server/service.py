@@ -125,8 +125,8 @@ class Service:
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
-        """The names of the loaded adapters, which clients may use as models."""
-        return tuple(self.engine.engine.adapters.loaded)
+        """The names of the adapters, which clients may use as models."""
+        return tuple(self.engine.engine.adapters.known)
 
     @property
     def all_names(self) -> tuple[str, ...]:

@@ -5,7 +5,9 @@ nothing of an adapter that does not fit is loaded.
 
 from __future__ import annotations
 
+import asyncio
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -38,9 +40,10 @@ from paged_testing.pure_metal import pure_metal
 
 from mlx_paged import LLM, PoolingParams
 from mlx_paged.engine import compiled_decode
+from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.scheduling.prefix_cache import extra_hash_keys
-from mlx_paged.errors import AdapterError
+from mlx_paged.errors import AdapterError, AdaptersInUseError
 from mlx_paged.models.adapted_layers import (
     AdaptedEmbedding,
     AdaptedLinear,
@@ -49,7 +52,7 @@ from mlx_paged.models.adapted_layers import (
     running_adapters,
     wrapper_of,
 )
-from mlx_paged.models.adapters import Adapters, _with_own_modules
+from mlx_paged.models.adapters import AdapterFiles, Adapters, _with_own_modules
 from mlx_paged.models.identity import model_identity
 from mlx_paged.models.kv_cache import weight_nbytes
 from mlx_paged.models.mlx_lm import adapt
@@ -280,9 +283,8 @@ def test_rows_of_a_step_keep_their_bits_when_others_are_loaded_and_evicted(
     # "a" was used before "b", so "c" takes its slot.
     engine.load_adapter("c", folders["c"])
     assert list(engine.adapters.loaded) == ["b", "c"]
-    engine.unload_adapter("b")
-    engine.load_adapter("a", folders["a"])
     assert logits(engine, ["c", "a", "a", None])[1:] == first[1:]
+    assert list(engine.adapters.loaded) == ["c", "a"]
     assert logits(engine, [None] * 4) == plain
 
 
@@ -379,16 +381,16 @@ def test_an_adapter_in_use_is_kept_and_one_that_is_unloaded_serves_its_requests(
     expected = stock_tokens(with_adapter(theirs, folders["a"]), prompt(9), 10)
     engine.add_request("running", prompt(9), greedy(10, ignore_eos=True), adapter="a")
     engine.step()
-    for load in ("a", "b"):
-        what = "'a' is loaded already" if load == "a" else "requests use all of the 1 adapters"
-        with pytest.raises(AdapterError, match=what):
-            engine.load_adapter(load, folders[load])
+    with pytest.raises(AdapterError, match="there is an adapter 'a' already"):
+        engine.load_adapter("a", folders["a"])
+    with pytest.raises(AdaptersInUseError, match="requests use all of the 1 adapters"):
+        engine.load_adapter("b", folders["b"])
     engine.unload_adapter("a")
-    with pytest.raises(AdapterError, match="there is no adapter 'a'; loaded are none"):
+    with pytest.raises(AdapterError, match="there is no adapter 'a'; there are none"):
         engine.add_request("late", prompt(9), adapter="a")
     with pytest.raises(AdapterError, match="there is no adapter 'a'"):
         engine.unload_adapter("a")
-    with pytest.raises(AdapterError, match="requests use all of the 1 adapters"):
+    with pytest.raises(AdaptersInUseError):
         engine.load_adapter("b", folders["b"])
     outputs = run(engine)
     assert outputs.keys() == {"running"}
@@ -417,7 +419,7 @@ def test_requests_of_every_kind_are_answered_the_same_while_adapters_come_and_go
         for name in unused:
             engine.unload_adapter(name)
         for name in ([wanted] if wanted else []) + rng.sample(NAMES, 1):
-            if name not in engine.adapters.loaded:
+            if name not in engine.adapters.known:
                 engine.load_adapter(name, folders[name])
 
     changing = workload.run(ours, max_adapters=6, adapter_of=of_request, before_adding=reload)
@@ -425,6 +427,124 @@ def test_requests_of_every_kind_are_answered_the_same_while_adapters_come_and_go
     for name, output in plain.outputs.items():
         assert_same(changing.outputs[name], output)
     assert plain.engine.stats().num_preemptions > 0
+
+
+def test_more_adapters_than_fit_are_loaded_again_when_they_are_asked_for(
+    folders: dict[str, Path], tmp_path: Path
+):
+    ours, theirs = tiny_models()
+    own = {name: Path(shutil.copytree(folders[name], tmp_path / name)) for name in NAMES}
+    engine = make_engine(ours, adapters=own, max_adapters=2)
+    assert list(engine.adapters.loaded) == ["a", "b"]
+    expected = {
+        name: stock_tokens(with_adapter(theirs, own[name]), prompt(64), 4) for name in NAMES
+    }
+    assert len(set(map(tuple, expected.values()))) == 3
+    for name in "cabca":
+        output = answer(engine, prompt(64), greedy(4, ignore_eos=True), adapter=name)
+        assert output.outputs[0].token_ids == expected[name]
+    assert list(engine.adapters.loaded) == ["c", "a"]
+    # Its blocks have outlived it.
+    assert answer(engine, prompt(64), greedy(1), adapter="b").num_cached_tokens == 48
+    assert list(engine.adapters.loaded) == ["a", "b"]
+    # Both are used now.
+    for name in "ab":
+        engine.add_request(name, prompt(9), greedy(4, ignore_eos=True), adapter=name)
+    with pytest.raises(AdaptersInUseError, match="requests use all of the 2 adapters"):
+        engine.add_request("c", prompt(9), adapter="c")
+    assert run(engine).keys() == {"a", "b"}
+    engine.add_request("c", prompt(9), greedy(4), adapter="c")
+    assert run(engine).keys() == {"c"}
+    # Under its name come its own files or none.
+    (file := own["a"] / "adapters.safetensors").write_bytes((folders["c"] / file.name).read_bytes())
+    with pytest.raises(AdapterError, match="the files of 'a' have changed since it was loaded"):
+        engine.add_request("a", prompt(9), adapter="a")
+    file.unlink()
+    with pytest.raises(AdapterError, match=r"of the adapter in .* can't be read"):
+        engine.add_request("a", prompt(9), adapter="a")
+    assert list(engine.adapters.loaded) == ["b", "c"] and not engine.reports.requests
+    engine.unload_adapter("a")
+    with pytest.raises(AdapterError, match="there is no adapter 'a'; there are 'b', 'c'"):
+        engine.add_request("a", prompt(9), adapter="a")
+    with pytest.raises(AdapterError, match="can't be read"):
+        engine.load_adapter("a", own["a"])
+    assert list(engine.adapters.known) == ["b", "c"]
+    assert_nothing_held(engine)
+
+
+def test_an_adapter_that_is_unloaded_while_it_is_loaded_again_is_gone(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+):
+    engine = make_engine(tiny_models()[0], adapters=folders, max_adapters=1)
+    read, unloaded = engine.adapters.read, []
+
+    def read_slowly(name: str, folder: Path, **options: Any) -> AdapterFiles:
+        files = read(name, folder, **options)
+        if not unloaded:
+            unloaded.append(name)
+            engine.unload_adapter(name)
+        return files
+
+    monkeypatch.setattr(engine.adapters, "read", read_slowly)
+    with pytest.raises(AdapterError, match="there is no adapter 'b'"):
+        engine.add_request("1", prompt(9), adapter="b")
+    assert unloaded == ["b"] and not engine.reports.requests
+    engine.add_request("2", prompt(9), greedy(1), adapter="c")
+    assert run(engine).keys() == {"2"}
+    assert_nothing_held(engine)
+
+
+def test_a_request_whose_adapter_lost_its_place_meanwhile_gets_it_back(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+):
+    ours, theirs = tiny_models()
+    engine = make_engine(ours, adapters=folders, max_adapters=1)
+    check, lost = engine.scheduler.check, []
+
+    def check_slowly(request: Any) -> None:
+        if not lost:
+            lost.append(request.adapter)
+            engine.have_adapter("b")
+        check(request)
+
+    monkeypatch.setattr(engine.scheduler, "check", check_slowly)
+    [tokens] = tokens_of(engine, {"1": (prompt(9), "a")}).values()
+    assert tokens == stock_tokens(with_adapter(theirs, folders["a"]), prompt(9), 10)
+    assert lost and lost[0] is not engine.adapters.loaded["a"]
+
+
+async def answers_of(engine: AsyncEngine, names: Sequence[str | None]) -> list[list[int]]:
+    async def one(name: str | None) -> list[int]:
+        params = greedy(12, ignore_eos=True)
+        outputs = [output async for output in engine.generate(prompt(9), params, adapter=name)]
+        return outputs[-1].outputs[0].token_ids
+
+    return await asyncio.gather(*map(one, names))
+
+
+def test_requests_wait_for_room_for_their_adapter(folders: dict[str, Path]):
+    ours, theirs = tiny_models()
+    names = [None, *NAMES, *reversed(NAMES), None]
+    with AsyncEngine(ours, kv_cache_bytes="100blocks", adapters=folders, max_adapters=1) as engine:
+        answers = asyncio.run(answers_of(engine, names))
+
+        async def leave() -> None:
+            running = engine.generate(prompt(9), greedy(200, ignore_eos=True), adapter="a")
+            await anext(running)
+            waiting = asyncio.ensure_future(answers_of(engine, ["b"]))
+            await asyncio.sleep(0.1)
+            assert not waiting.done() and len(engine.engine.reports.requests) == 1
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            await running.aclose()
+
+        asyncio.run(leave())
+        with pytest.raises(ValueError, match="adapter must be"):
+            asyncio.run(answers_of(engine, [5]))  # type: ignore[list-item]
+    assert_nothing_held(engine.engine)
+    for name, tokens in zip(names, answers, strict=True):
+        folder = None if name is None else folders[name]
+        assert tokens == stock_tokens(with_adapter(theirs, folder), prompt(9), 12)
 
 
 # What is refused
@@ -516,7 +636,7 @@ def test_a_layer_whose_weight_a_model_reads_is_refused_for_its_adapter_alone():
 def test_settings_and_names_that_do_not_fit_are_refused(folders: dict[str, Path]):
     ours = tiny_models()[0]
     for options, says in (
-        ({"adapters": folders, "max_adapters": 2}, "3 are more than max_adapters 2"),
+        ({"adapters": folders, "max_adapters": 0}, "no room for 3 with max_adapters 0"),
         ({"adapters": ["a"]}, "adapters must be a dict of different names with a folder each"),
         ({"adapters": {"": "x"}}, "adapters must be a dict"),
         ({"max_adapter_rank": 0}, "max_adapter_rank must be a positive integer"),

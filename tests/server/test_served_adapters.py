@@ -105,12 +105,19 @@ def test_adapters_are_loaded_and_unloaded_as_in_vllm(client: TestClient, service
     answered = client.post("/v1/completions", json={**prompt, "model": "b"})
     assert answered.json()["model"] == "b"
     status, text = post("load", lora_name="b", lora_path="b")
-    assert status == 400 and "an adapter 'b' is loaded already" in text
+    assert status == 400 and "there is an adapter 'b' already" in text
     assert post("load", lora_name="demo", lora_path="b")[0] == 400
-    # Two fit, and "a" was used before "b".
+    # Two fit, and "a" was used before "b". The next request for "a" loads it again.
     assert post("load", lora_name="c", lora_path="a")[0] == 200
-    assert service.adapter_names == ("b", "c")
-    assert post("load", lora_name="a", lora_path="a")[0] == 200
+    assert list(service.engine.engine.adapters.loaded) == ["b", "c"]
+    assert service.adapter_names == ("a", "b", "c")
+    assert post("load", lora_name="a", lora_path="a")[0] == 400
+    answers = {
+        name: client.post("/v1/completions", json={**prompt, "model": name}).json()
+        for name in ("a", "c")
+    }
+    assert answers["a"]["choices"] == answers["c"]["choices"]
+    assert list(service.engine.engine.adapters.loaded) == ["a", "c"]
     removed = 200, "Success: LoRA adapter 'c' removed successfully."
     assert post("unload", lora_name="c", lora_int_id=1) == removed
     assert post("unload", lora_name="c")[0] == 404

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from mlx_paged.errors import AdapterError, shown, system_reason, without_room
+from mlx_paged.errors import AdapterError, AdaptersInUseError, shown, system_reason, without_room
 from mlx_paged.options.argument_values import check_token_ids
 from mlx_paged.server.chat_jobs import ChatJob, prepare
 from mlx_paged.server.errors import ApiError, api_error
@@ -96,6 +96,8 @@ async def load_adapter(context: RequestContext[LoadAdapterRequest]) -> Response:
         raise ApiError(400, f"{shown(name)} is the name of the model", param="lora_name")
     try:
         await asyncio.to_thread(service.engine.load_adapter, name, folder)
+    except AdaptersInUseError as error:
+        raise api_error(error) from error
     except AdapterError as error:
         raise ApiError(400, without_room(str(error)), param="lora_path") from error
     except Exception as error:
