@@ -16,7 +16,7 @@ from helpers.disk_tiers import tiered
 from helpers.drafting import eager_drafts
 from helpers.engine_runs import CONFIG, answer, greedy, make_engine, prompt, replays_of, sampled
 from helpers.model_zoo import config_of, make_from_config
-from helpers.workloads import Workload, assert_all_same_but_aborts, assert_same
+from helpers.workloads import Run, Workload, assert_all_same_but_aborts, assert_same
 from mlx.nn import Identity, Module
 from mlx.utils import tree_flatten
 from paged_testing.pure_metal import pure_metal
@@ -145,6 +145,15 @@ def check(drafts: FirstDrafts, models: tuple[LanguageModel, DraftHead], at_least
     drafts.seen.clear()
 
 
+def workload(kind: str) -> Workload:
+    return Workload(41, 16, pair(kind)[0].args.vocab_size)
+
+
+@cache
+def without_a_head(kind: str) -> Run:
+    return workload(kind).run(pair(kind)[0], run_ahead=False)
+
+
 @pytest.mark.parametrize(
     ("kind", "is_ahead"),
     [
@@ -159,11 +168,11 @@ def test_answers_are_those_without_a_head(
     hidden row and no K/V of the head is missing, whatever has happened to a request.
     """
     model, head = pair(kind)
-    workload = Workload(41 + is_ahead, 20, model.args.vocab_size)
-    plain = workload.run(model, run_ahead=False)
     drafts = FirstDrafts(monkeypatch)
-    drafting = workload.run(model, draft_model=head, speculation=eager_drafts, run_ahead=is_ahead)
-    assert_all_same_but_aborts(drafting, plain)
+    drafting = workload(kind).run(
+        model, draft_model=head, speculation=eager_drafts, run_ahead=is_ahead
+    )
+    assert_all_same_but_aborts(drafting, without_a_head(kind))
     stats = drafting.engine.stats()
     assert 0 < stats.spec_decoding.num_accepted_tokens < stats.spec_decoding.num_draft_tokens
     if kind != "qwen3":  # This package's own, whose layers have no class of mlx-lm's.

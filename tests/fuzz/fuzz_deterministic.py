@@ -19,6 +19,7 @@ from helpers.deterministic_workloads import (
 from helpers.workloads import Workload
 
 NUM_REQUESTS, MAX_TOKENS = 6, 16  # of a case, and of an answer
+OF_LARGE_MODEL = 3, 8
 
 
 def deterministic_case(rng: random.Random) -> Case:
@@ -30,7 +31,8 @@ def deterministic_case(rng: random.Random) -> Case:
         options |= {"window": rng.choice([16, 24, 40]), "num_sink_tokens": rng.choice([0, 8])}
     if rng.random() < 0.3:
         options["kv_format"] = rng.choice(["8", "4", "K:8,V:4"])
-    asked = workload(rng.randrange(2**32), NUM_REQUESTS, MAX_TOKENS, kind, **options)
+    sizes = OF_LARGE_MODEL if kind == "head" else (NUM_REQUESTS, MAX_TOKENS)
+    asked = workload(rng.randrange(2**32), *sizes, kind, **options)
     # From a budget that holds one request to one that holds all.
     num_slots = rng.choice([224, 272, 400])
     asked.options["kv_cache_bytes"] = f"{num_slots // asked.options['block_size']}blocks"
