@@ -373,7 +373,10 @@ class Adapters:
             known = self.known.get(name)
         if known is None:
             raise AdapterError(f"the adapter {shown(name)} was unloaded")
-        files = self.read(name, known.folder)
+        try:
+            files = self.read(name, known.folder)
+        except AdapterError as error:  # Its message has the folder, and this one is for anybody.
+            raise AdapterError(f"the adapter {shown(name)} can't be loaded again") from error
         if files.digest != known.digest:
             raise AdapterError(
                 f"the files of {shown(name)} have changed since it was loaded; unload it, and load "

@@ -236,6 +236,9 @@ def api_error(error: BaseException, fields: Mapping[str, str] | None = None) -> 
         return ApiError(400, text, code="context_length_exceeded")
     if isinstance(error, AdaptersInUseError):
         return ApiError(503, _words_of(error), headers={"Retry-After": "5"})
+    if isinstance(error, AdapterError) and error.__cause__ is not None:
+        logger.error("%s: %s", one_line(error), one_line(error.__cause__))
+        return ApiError(500, _words_of(error))
     if isinstance(error, AdapterError):
         # It was unloaded since the model's name was checked.
         return ApiError(404, _words_of(error), param="model", code="model_not_found")

@@ -125,6 +125,22 @@ def test_adapters_are_loaded_and_unloaded_as_in_vllm(client: TestClient, service
     assert post("load", lora_name="c", lora_path="a", load_inplace=True)[0] == 400
 
 
+def test_an_adapter_whose_files_are_gone_is_an_error_without_their_place(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    gone = Path(shutil.copytree(folder / "adapters/b", tmp_path / "b"))
+    adapters = {"a": folder / "adapters/a", "b": gone}
+    service = make_service(adapters=adapters, max_adapters=1)
+    with service.engine:
+        client, body = client_of(service), {"prompt": TEXT, "max_tokens": 2}
+        shutil.rmtree(gone)
+        answered = client.post("/v1/completions", json={**body, "model": "b"})
+        assert answered.status_code == 500
+        assert answered.json()["error"]["message"] == "the adapter 'b' can't be loaded again"
+        assert str(gone) in caplog.text
+        assert client.post("/v1/completions", json={**body, "model": "a"}).status_code == 200
+
+
 def test_adapters_come_from_below_one_folder_without_links_out(
     client: TestClient, service: Service, folder: Path
 ):
