@@ -175,7 +175,9 @@ class AsyncEngine:
         request_id: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> Generator[RequestOutput, None, None]:
-        """The same as :meth:`generate`, for threads; but that it does not wait for an adapter."""
+        """The same as :meth:`generate`, for threads. It does not wait for an adapter; see
+        :meth:`Engine.add_request`.
+        """
         refuse_unknown(AsyncEngine.stream, options, RequestOptions.__annotations__)
         request_id = self._id_of(request_id)
         outputs = self._stream(prompt, params, request_id, options)

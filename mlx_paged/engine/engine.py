@@ -34,7 +34,7 @@ from mlx_paged.engine.thread import (
     random_key,
     run_in_engine_thread,
 )
-from mlx_paged.errors import REMOVED, ArgumentError, EngineStoppedError
+from mlx_paged.errors import REMOVED, AdapterError, ArgumentError, EngineStoppedError
 from mlx_paged.models.adapters import Adapter, AdapterFiles
 from mlx_paged.models.language_model import model_type_of
 from mlx_paged.models.memory import acquire_cache_limit, acquire_wired_limit, read_wired_limit
@@ -383,7 +383,8 @@ class Engine:
         try:
             return self._load_adapter(files)
         except BaseException:
-            self.adapters.unload(name)
+            with contextlib.suppress(AdapterError):  # Another thread has unloaded it.
+                self.adapters.unload(name)
             raise
 
     def have_adapter(self, name: str | None) -> Adapter | None:
