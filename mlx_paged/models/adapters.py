@@ -428,7 +428,8 @@ class Adapters:
         adapter = Adapter(files.name, files.folder, files.rank, digest, slot)
         with self.lock:
             self._slots[slot - 1] = adapter
-            if files.name in self.known:  # It was not unloaded meanwhile.
+            known = self.known.get(files.name)
+            if known is not None and known.digest == files.digest:  # Neither unloaded nor replaced.
                 self.loaded = {**self.loaded, files.name: adapter}
         return adapter
 

@@ -495,6 +495,27 @@ def test_an_adapter_that_is_unloaded_while_it_is_loaded_again_is_gone(
     assert_nothing_held(engine)
 
 
+def test_an_adapter_that_is_replaced_while_it_is_loaded_again_is_the_new_one(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+):
+    ours, theirs = tiny_models()
+    engine = make_engine(ours, adapters=folders, max_adapters=1)
+    read, replaced = engine.adapters.read, []
+
+    def read_slowly(name: str, folder: Path, **options: Any) -> AdapterFiles:
+        files = read(name, folder, **options)
+        if not replaced:
+            replaced.append(name)
+            engine.unload_adapter(name)
+            engine.adapters.add(read(name, folders["c"]))
+        return files
+
+    monkeypatch.setattr(engine.adapters, "read", read_slowly)
+    [tokens] = tokens_of(engine, {"1": (prompt(9), "b")}).values()
+    assert replaced == ["b"]
+    assert tokens == stock_tokens(with_adapter(theirs, folders["c"]), prompt(9), 10)
+
+
 def test_a_request_whose_adapter_lost_its_place_meanwhile_gets_it_back(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ):
