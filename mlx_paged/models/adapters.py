@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -31,6 +31,8 @@ from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.ops import device
 from mlx_paged.options.config import DEFAULT_ADAPTER_RANK
 from mlx_paged.request import NAME
+
+T = TypeVar("T")
 
 # What a file may have besides its matrices: the header of its safetensors.
 HEADER_NBYTES = 2**22
@@ -298,9 +300,7 @@ class Adapters:
         """
         with self.lock:
             if (adapter := self.loaded.get(name)) is not None:
-                # A new one, because other threads read it without the lock.
-                others = {other: each for other, each in self.loaded.items() if other != name}
-                self.loaded = {**others, name: adapter}
+                self.loaded = {**_without(name, self.loaded), name: adapter}
                 return adapter
             if name in self.known:
                 return None
@@ -442,8 +442,7 @@ class Adapters:
         """
         self.find(name)
         with self.lock:
-            self.known = {each: of for each, of in self.known.items() if each != name}
-            self.loaded = {each: of for each, of in self.loaded.items() if each != name}
+            self.known, self.loaded = _without(name, self.known), _without(name, self.loaded)
 
     def _free_slot(self, running: Set[Adapter | None]) -> int:
         """A slot for another adapter, whose own one is no longer loaded. Called with the lock."""
@@ -453,13 +452,18 @@ class Adapters:
                 return slot
         for name, adapter in self.loaded.items():
             if adapter not in running:
-                self.loaded = {each: of for each, of in self.loaded.items() if each != name}
+                self.loaded = _without(name, self.loaded)
                 return adapter.slot
         raise AdaptersInUseError(
             f"requests use all of the {self.max_adapters} adapters that can be loaded; retry "
             "later, or raise max_adapters",
             "max_adapters",
         )
+
+
+def _without(name: str, items: Mapping[str, T]) -> dict[str, T]:
+    """A new dict, because other threads read the old one without the lock."""
+    return {each: item for each, item in items.items() if each != name}
 
 
 def _with_own_modules(model: LanguageModel) -> LanguageModel:

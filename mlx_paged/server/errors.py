@@ -234,7 +234,7 @@ def api_error(error: BaseException, fields: Mapping[str, str] | None = None) -> 
     if isinstance(error, PromptTooLongError):
         text = f"prompt is too long: {_words_of(error)}"
         return ApiError(400, text, code="context_length_exceeded")
-    if isinstance(error, AdaptersInUseError):
+    if isinstance(error, AdaptersInUseError | EngineStoppedError):
         return ApiError(503, _words_of(error), headers={"Retry-After": "5"})
     if isinstance(error, AdapterError) and error.__cause__ is not None:
         logger.error("%s: %s", one_line(error), one_line(error.__cause__))
@@ -242,8 +242,6 @@ def api_error(error: BaseException, fields: Mapping[str, str] | None = None) -> 
     if isinstance(error, AdapterError):
         # It was unloaded since the model's name was checked.
         return ApiError(404, _words_of(error), param="model", code="model_not_found")
-    if isinstance(error, EngineStoppedError):
-        return ApiError(503, _words_of(error), headers={"Retry-After": "5"})
     if isinstance(error, ArgumentError):
         argument, fields = error.argument, {} if fields is None else fields
         words = _in_clients_words(_words_of(error), argument, fields)
