@@ -56,13 +56,14 @@ def pytest_collection_finish() -> None:
 
 # Files of tests that look at an engine's own thread, which ends with the engine.
 _OF_THREADS = (
-    *(
-        "test_async_engine",
-        "test_compiled_decode",
-        "test_engine_failures",
-        "test_engine_interrupts",
-    ),
-    *("test_engine_programs", "test_engine_threads", "test_llm", "test_run_ahead"),
+    "test_async_engine",
+    "test_compiled_decode",
+    "test_engine_failures",
+    "test_engine_interrupts",
+    "test_engine_programs",
+    "test_engine_threads",
+    "test_llm",
+    "test_run_ahead",
     "test_structured_outputs",
 )
 

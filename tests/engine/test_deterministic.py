@@ -107,7 +107,7 @@ def test_steps_that_fail_change_no_token(num_drafts: int, monkeypatch: pytest.Mo
     made.run(0, 40)
     assert made.counts["failed steps"] + made.counts["interruptions"] > 3
     assert made.engine.stats().num_preemptions > 0
-    for number in range(0, 40, 6):
+    for number in range(0, 40, 3):
         made.check_tokens(soak.make_request(made.seed, number, 61))
 
 
